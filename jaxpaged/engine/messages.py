@@ -1,0 +1,115 @@
+"""What the front end and the engine core say to each other.
+
+Plain msgspec structs: the in-process `LLM` hands them over as they are, a served engine sends
+them through a local socket. Neither jax nor a tokenizer is needed to read them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from jaxpaged.sampling_params import SamplingParams
+
+
+class AddRequest(msgspec.Struct, tag=True, kw_only=True):
+    """A validated request: every id is inside the vocabulary, prompt + max_tokens fit."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams  # max_tokens is set
+    arrival_time: float  # time.time(), seconds
+    eos_token_ids: list[int] = []  # empty when ignore_eos
+    bad_word_ids: list[list[int]] = []  # token sequences that params.bad_words stand for
+    cache_salt: str | None = None
+
+
+class AbortRequests(msgspec.Struct, tag=True):
+    request_ids: list[str]
+
+
+class FinishSequence(msgspec.Struct, tag=True):
+    """A stop string ended this choice; usage ends with its token number `num_tokens`."""
+
+    request_id: str
+    index: int
+    num_tokens: int
+
+
+class ResetPrefixCache(msgspec.Struct, tag=True):
+    pass
+
+
+class Shutdown(msgspec.Struct, tag=True):
+    pass
+
+
+FrontMessage = AddRequest | AbortRequests | FinishSequence | ResetPrefixCache | Shutdown
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Raw (before any filter) natural log-probabilities at one position."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 = the most likely token
+    top_ids: list[int]  # the most likely first; as many as were asked for
+    top_logprobs: list[float]
+
+
+class SequenceOutput(msgspec.Struct, kw_only=True):
+    """News of one choice of one request."""
+
+    request_id: str
+    index: int  # choice, 0 <= index < n
+    token_ids: list[int] = []  # new since the last output
+    logprobs: list[TokenLogprobs] | None = None  # one per new token
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, the first entry None
+    finish_reason: str | None = None  # stop, length, abort or error
+    stop_reason: int | None = None  # the id of stop_token_ids that ended it
+    num_cached_tokens: int = 0  # prompt tokens served by the prefix cache
+    scheduled_time: float | None = None  # time.time() of the first admission, once
+    error: str | None = None  # with finish_reason error
+    error_code: int = 500  # 503: queue full
+
+
+class EngineStats(msgspec.Struct, kw_only=True):
+    """The engine's state after a step; counters count from start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0  # share of pages that sequences hold, 0-1
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0  # tokens
+    prefix_cache_hits: int = 0  # tokens
+    step_compilations: int = 0  # executables compiled after ready: must stay 0
+    iteration_tokens: int = 0  # tokens computed by the last step
+    bucket_tokens: int = 0  # tokens the last step's bucket had room for
+    device_step_seconds: float = 0.0  # dispatch to result of the last collected step
+    host_gap_seconds: float = 0.0  # time the device waited for the host before the last step
+
+
+class StepOutputs(msgspec.Struct, tag=True):
+    outputs: list[SequenceOutput]
+    stats: EngineStats
+
+
+class EngineInfo(msgspec.Struct, tag=True, kw_only=True):
+    """What the core settled on; the first message it sends means "ready"."""
+
+    max_model_len: int
+    vocab_size: int
+    num_pages: int
+    page_size: int
+    max_logprobs: int
+    platform: str  # cpu, gpu
+    attention_backend: str
+    dtype: str
+    buckets: list[str]  # readable, for the start-up line
+    startup_seconds: dict[str, float]  # import, weights, trace, compile, warmup, total
+
+
+class EngineDead(msgspec.Struct, tag=True):
+    message: str  # one line; the traceback is in the log
+
+
+CoreMessage = StepOutputs | EngineInfo | EngineDead

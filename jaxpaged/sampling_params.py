@@ -1,0 +1,101 @@
+"""How one request wants its tokens chosen."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+MAX_LOGIT_BIAS = 1024  # entries of logit_bias a row of the sampler has room for
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Sampling parameters, by vLLM's names and defaults.
+
+    A random draw depends on (seed, choice, position) alone: never on the neighbours in the
+    batch, the arrival order or a preemption. A missing seed is drawn at admission from the
+    engine's `--seed` and a counter.
+
+    Raises:
+        ValueError: a value outside its range; the message begins with the field's name.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: off
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = 16  # None: whatever still fits max_model_len
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    skip_reading_prefix_cache: bool | None = None  # None: skipped only with prompt_logprobs
+    priority: int = 0  # lower is served earlier under --scheduling-policy priority
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        for name, value in (
+            ("stop", stop),
+            ("stop_token_ids", self.stop_token_ids),
+            ("bad_words", self.bad_words),
+        ):
+            object.__setattr__(self, name, tuple(value or ()))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{field.name} must be finite, got {value}")
+        self._require("n", self.n >= 1, "at least 1")
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._require(name, -2 <= getattr(self, name) <= 2, "in [-2, 2]")
+        self._require("repetition_penalty", self.repetition_penalty > 0, "greater than 0")
+        self._require("temperature", self.temperature >= 0, "at least 0")
+        self._require("top_p", 0 < self.top_p <= 1, "in (0, 1]")
+        self._require("top_k", self.top_k >= -1, "0 or -1 (off), or at least 1")
+        self._require("min_p", 0 <= self.min_p <= 1, "in [0, 1]")
+        self._require("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit int")
+        self._require(
+            "max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"
+        )
+        self._require("min_tokens", self.min_tokens >= 0, "at least 0")
+        if self.max_tokens is not None:
+            self._require("min_tokens", self.min_tokens <= self.max_tokens, "at most max_tokens")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            self._require(name, value is None or value >= 0, "at least 0")
+        self._require("stop", all(self.stop), "non-empty strings")
+        self._require("bad_words", all(self.bad_words), "non-empty strings")
+        self._require(
+            "allowed_token_ids", self.allowed_token_ids != (), "a non-empty list of token ids"
+        )
+        if self.logit_bias is not None:
+            self._require(
+                "logit_bias", len(self.logit_bias) <= MAX_LOGIT_BIAS,
+                f"at most {MAX_LOGIT_BIAS} entries",
+            )
+            for token_id, bias in self.logit_bias.items():
+                if not math.isfinite(bias):
+                    raise ValueError(f"logit_bias of token {token_id} must be finite, got {bias}")
+
+    def _require(self, name: str, ok: bool, rule: str) -> None:
+        if not ok:
+            raise ValueError(f"{name} must be {rule}, got {getattr(self, name)!r}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
