@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-MAX_LOGIT_BIAS = 1024  # entries of logit_bias a row of the sampler has room for
+MAX_LOGIT_BIAS = 512  # entries of logit_bias a row of the sampler has room for
 
 
 @dataclass(frozen=True, kw_only=True)

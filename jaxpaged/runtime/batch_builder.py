@@ -1,0 +1,178 @@
+"""Packs what the scheduler decided into the host buffers of a step. NumPy only, no device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxpaged.core.buckets import Bucket, Buckets
+from jaxpaged.core.scheduler import ScheduledSequence, SchedulerOutput
+from jaxpaged.core.sequence import SequenceState
+from jaxpaged.runtime.slot_table import SlotTable
+from jaxpaged.runtime.step import StepShapes
+from jaxpaged.runtime.token_masks import next_token_mask
+
+TABLE_UPDATES = 4096  # page-table entries one upload before a step carries
+
+
+@dataclass(frozen=True)
+class ForwardInput:
+    bucket: Bucket
+    packed: np.ndarray
+    table_uploads: list[tuple[np.ndarray, np.ndarray]]  # (index_X, page_X) to write beforehand
+
+
+@dataclass(frozen=True)
+class SampleInput:
+    num_rows: int
+    variant: str
+    packed: np.ndarray
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """A row that asks for the log-probability of a prompt token."""
+
+    sequence: SequenceState
+    position: int  # of the token asked for
+
+
+class BatchBuilder:
+    """Knows what the device has: page-table entries sent, sampling settings by slot."""
+
+    def __init__(self, shapes: StepShapes, buckets: Buckets, slots: SlotTable) -> None:
+        self._shapes = shapes
+        self._buckets = buckets
+        self._slots = slots
+        self._sent = np.zeros((shapes.num_groups, shapes.max_num_seqs), np.int64)
+        self._packings = {bucket: shapes.forward_packing(bucket) for bucket in buckets.forward}
+
+    def admit(self, sequences: Sequence[SequenceState]) -> None:
+        """Sequences that take a slot this step: nothing of theirs is on the device yet."""
+        for sequence in sequences:
+            self._sent[:, sequence.slot] = 0
+
+    def forward(self, output: SchedulerOutput) -> ForwardInput:
+        """Tokens, positions, page-table news of a step; decodes first, then chunks."""
+        scheduled = output.sequences
+        num_decodes = sum(item.num_tokens == 1 for item in scheduled)
+        bucket = self._buckets.fit(
+            output.num_tokens, len(scheduled), decode_only=num_decodes == len(scheduled)
+        )
+        buffer, views = self._packings[bucket].host()
+        self._fill_tokens(scheduled, views)
+        views["num_decodes"][...] = num_decodes
+        views["num_seqs"][...] = len(scheduled)
+        uploads = self._fill_page_tables(scheduled, views)
+        return ForwardInput(bucket, buffer, uploads)
+
+    def _fill_tokens(self, scheduled: Sequence[ScheduledSequence], views: dict[str, np.ndarray]) -> None:
+        token_T, position_T, seq_T = views["token_T"], views["position_T"], views["seq_T"]
+        starts, kv_len, slots = [], [], []
+        rows: list[int] = []
+        prompt_rows: list[range] = []
+        at = 0
+        for b, item in enumerate(scheduled):
+            sequence, count = item.sequence, item.num_tokens
+            end, known = item.start + count, len(sequence.token_ids)
+            if count == 1:
+                # A token that the host does not know yet is named by its slot.
+                token_T[at] = sequence.token_ids[item.start] if end <= known else -1 - item.slot
+                position_T[at] = item.start
+                seq_T[at] = b
+            else:
+                token_T[at : at + count] = sequence.token_ids[item.start : end]
+                if end > known:
+                    token_T[at + count - 1] = -1 - item.slot
+                position_T[at : at + count] = np.arange(item.start, end)
+                seq_T[at : at + count] = b
+            starts.append(at)
+            kv_len.append(end)
+            slots.append(item.slot)
+            if item.samples:
+                rows.append(at + count - 1)
+            if item.num_prompt_logprob_rows:
+                first = at + item.prompt_logprob_start - item.start
+                prompt_rows.append(range(first, first + item.num_prompt_logprob_rows))
+            at += count
+        for extra in prompt_rows:
+            rows.extend(extra)
+        num_seqs = len(scheduled)
+        seq_T[at:] = views["kv_len_B"].size - 1
+        views["query_start_B1"][:num_seqs] = starts
+        views["query_start_B1"][num_seqs:] = at
+        views["kv_len_B"][:num_seqs] = kv_len
+        views["slot_B"][:num_seqs] = slots
+        views["slot_B"][num_seqs:] = self._shapes.null_slot
+        views["row_R"][: len(rows)] = rows
+
+    def _fill_page_tables(
+        self, scheduled: Sequence[ScheduledSequence], views: dict[str, np.ndarray]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Entries that are new since the last step; those beyond the buffer's room come back."""
+        indices: list[int] = []
+        pages: list[int] = []
+        for item in scheduled:
+            for group, table in enumerate(item.sequence.block_tables):
+                sent = self._sent[group, item.slot]
+                if sent < len(table):
+                    base = self._shapes.table_index(group, item.slot, 0)
+                    indices.extend(range(base + sent, base + len(table)))
+                    pages.extend(table[sent:])
+                    self._sent[group, item.slot] = len(table)
+        index_X, page_X = views["table_index_X"], views["table_page_X"]
+        extra = max(0, len(indices) - index_X.size)
+        uploads = []
+        for start in range(0, extra, TABLE_UPDATES):
+            end = min(start + TABLE_UPDATES, extra)
+            index = np.full(TABLE_UPDATES, np.iinfo(np.int32).max, np.int32)
+            page = np.zeros(TABLE_UPDATES, np.int32)
+            index[: end - start], page[: end - start] = indices[start:end], pages[start:end]
+            uploads.append((index, page))
+        count = len(indices) - extra
+        index_X[:count], page_X[:count] = indices[extra:], pages[extra:]
+        index_X[count:] = np.iinfo(np.int32).max
+        return uploads
+
+    def sample(self, output: SchedulerOutput) -> tuple[SampleInput, list[PromptRow]] | None:
+        """Sampling settings of a step's rows: new tokens first, then prompt log-probabilities.
+
+        Returns None when no row is wanted (every chunk ends inside its prompt).
+        """
+        scheduled = output.sequences
+        sampled = [item for item in scheduled if item.samples]
+        prompt_rows = [
+            PromptRow(item.sequence, position + 1)
+            for item in scheduled
+            for position in range(
+                item.prompt_logprob_start,
+                item.prompt_logprob_start + item.num_prompt_logprob_rows,
+            )
+        ]
+        count = len(sampled) + len(prompt_rows)
+        if count == 0:
+            return None
+        slots = np.fromiter((item.slot for item in sampled), np.int64, len(sampled))
+        variant = self._slots.variant(sampled, bool(prompt_rows))
+        num_rows = self._buckets.fit_rows(count, variant)
+        buffer, views = self._shapes.sample_packing(num_rows, variant).host()
+        views["slot_R"][:] = self._shapes.null_slot
+        views["slot_R"][: len(sampled)] = slots
+        views["position_R"][: len(sampled)] = [item.start + item.num_tokens for item in sampled]
+        views["target_R"][:] = 0  # padding asks for a token's log-probability: draws nothing
+        views["target_R"][: len(sampled)] = -1
+        views["target_R"][len(sampled) : count] = [
+            row.sequence.token_ids[row.position] for row in prompt_rows
+        ]
+        self._slots.fill(slots, views)
+        if "mask_RW" in views:
+            views["mask_RW"][:] = 0xFFFFFFFF
+            for r, item in enumerate(sampled):
+                static_W = self._slots.static_mask(item.slot)
+                mask_W = next_token_mask(item, static_W, self._shapes.vocab)
+                if mask_W is not None:
+                    views["mask_RW"][r] = mask_W
+        return SampleInput(num_rows, variant, buffer), prompt_rows
+

@@ -1,0 +1,117 @@
+"""How many pages fit, and what to tell the user when too few do."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+import jax
+
+from jaxpaged.config import GIB
+
+log = logging.getLogger(__name__)
+
+FRAGMENTATION_MARGIN = 0.01  # share of the limit kept free: XLA's allocator can't use every hole
+DEFAULT_CPU_PAGE_BYTES = GIB
+
+
+def claim_gpu_memory(utilization: float) -> None:
+    """Let XLA take `utilization` of each card; only before the backend starts.
+
+    XLA reads this share from the environment alone and would take 75 % by default.
+    """
+    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{utilization:.3f}"
+
+
+@dataclass(frozen=True)
+class PageNeeds:
+    """Pages that a sequence needs, in pages of any group."""
+
+    windows: tuple[int | None, ...]  # one a KV group
+    page_size: int
+    chunk: int  # most tokens of one sequence in a step
+
+    def pages(self, num_tokens: int) -> int:
+        """Most pages that a sequence of `num_tokens` holds at any time, all groups together."""
+        total = 0
+        for window in self.windows:
+            span = num_tokens
+            if window is not None:
+                # the window, a chunk in flight, and one page of slack at either end
+                span = min(span, window + self.chunk + 2 * self.page_size)
+            total += -(-span // self.page_size)
+        return total
+
+    def longest(self, num_pages: int, limit: int) -> int:
+        """The longest sequence, at most `limit`, that fits into `num_pages` pages."""
+        low, high = 0, limit
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.pages(middle) <= num_pages:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
+def page_budget(
+    *,
+    kv_cache_memory_bytes: int | None,
+    gpu_memory_utilization: float,
+    device: jax.Device,
+    step_temporary_bytes: int,
+    step_input_bytes: int,
+) -> int:
+    """Bytes for KV pages on this device once the weights are loaded.
+
+    On a GPU: XLA's limit - bytes in use - the largest temporaries of a step - two batches in
+    flight - a margin for fragmentation. On CPU 1 GiB unless told.
+
+    Raises:
+        ValueError: nothing is left, naming the smallest utilization that would do.
+    """
+    if kv_cache_memory_bytes is not None:
+        return kv_cache_memory_bytes
+    stats = device.memory_stats() if device.platform == "gpu" else None
+    if not stats:
+        return DEFAULT_CPU_PAGE_BYTES
+    limit, in_use = stats["bytes_limit"], stats["bytes_in_use"]
+    reserved = step_temporary_bytes + 2 * step_input_bytes + int(FRAGMENTATION_MARGIN * limit)
+    free = limit - in_use - reserved
+    log.info(
+        "memory: limit %.2f GiB, in use after loading %.2f, step temporaries %.2f, margin %.2f: "
+        "%.2f GiB for pages",
+        limit / GIB, in_use / GIB, step_temporary_bytes / GIB,
+        FRAGMENTATION_MARGIN * limit / GIB, max(free, 0) / GIB,
+    )
+    if free <= 0:
+        needed = gpu_memory_utilization * (in_use + reserved) / limit + 0.01
+        advice = (
+            f"gpu_memory_utilization {needed:.2f} is the smallest that would do"
+            if needed <= 1
+            else "the model does not fit this device"
+        )
+        raise ValueError(
+            f"No memory is left for KV pages: weights and step temporaries take "
+            f"{(in_use + reserved) / GIB:.2f} GiB of {limit / GIB:.2f} GiB; {advice}."
+        )
+    return free
+
+
+def check_model_len(needs: PageNeeds, num_pages: int, page_bytes: int, max_model_len: int) -> None:
+    """Raise when the pool cannot hold one sequence of `max_model_len`.
+
+    Raises:
+        ValueError: needed and available GiB, and the longest length that would fit.
+    """
+    needed = needs.pages(max_model_len)
+    if needed <= num_pages:
+        return
+    raise ValueError(
+        f"To serve at least one request with the model's max seq len ({max_model_len}), "
+        f"{needed * page_bytes / GIB:.2f} GiB of KV cache is needed, which is more than the "
+        f"{num_pages * page_bytes / GIB:.2f} GiB available; the estimated maximum model length "
+        f"is {needs.longest(num_pages, max_model_len)}. Decrease --max-model-len (or set it to "
+        f"auto), or increase --gpu-memory-utilization or --kv-cache-memory-bytes."
+    )

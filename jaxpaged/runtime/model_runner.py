@@ -1,0 +1,195 @@
+"""Runs steps on the device: dispatches at once, collects when asked."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpaged.core.buckets import Bucket
+from jaxpaged.core.scheduler import SchedulerOutput
+from jaxpaged.core.sequence import SequenceState
+from jaxpaged.runtime import sampler
+from jaxpaged.runtime.batch_builder import TABLE_UPDATES, BatchBuilder, PromptRow
+from jaxpaged.runtime.compilation import Executables, Program, abstract
+from jaxpaged.runtime.plan import EnginePlan
+from jaxpaged.runtime.slot_table import VARIANTS, SlotTable, has_penalties
+from jaxpaged.runtime.step import Params, forward, sample, update_page_tables, zero_state
+
+PENALTY_PIECE = 2048  # token ids that one call adds to a slot's counts
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A dispatched step whose results are on their way to the host."""
+
+    scheduled: SchedulerOutput
+    out: sampler.SampleOutput | None  # None: no row was wanted
+    prompt_rows: list[PromptRow]
+    dispatched: float  # time.perf_counter()
+
+    def is_ready(self) -> bool:
+        return self.out is None or self.out.token_R.is_ready()
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Host copies of what a step sampled. Rows: new tokens first, then prompt tokens."""
+
+    token_ids: list[int]  # of the rows that sampled, in the order of the schedule
+    prompt_rows: list[PromptRow]
+    logprob_R: np.ndarray | None
+    rank_R: np.ndarray | None
+    top_id_RX: np.ndarray | None
+    top_logprob_RX: np.ndarray | None
+
+
+class ModelRunner:
+    """Owns weights, state and executables of one model on one mesh."""
+
+    def __init__(
+        self, model: Any, params: Params, head_params: Params, plan: EnginePlan, max_logprobs: int
+    ) -> None:
+        self.plan = plan
+        self._model, self._params, self._head_params = model, params, head_params
+        self._max_logprobs = max_logprobs
+        self._shapes = plan.shapes
+        self._slots = SlotTable(plan.max_num_seqs, plan.vocab)
+        self._builder = BatchBuilder(self._shapes, plan.buckets, self._slots)
+        self._state = zero_state(self._shapes, plan.kv.zeros(), model.spec.width, model.dtype)
+        self._penalties = sampler.PenaltyState.zeros(plan.max_num_seqs, plan.vocab)
+        self.executables = Executables(self._program)
+
+    # -- executables ---------------------------------------------------------------------------
+
+    def keys(self) -> list[Hashable]:
+        """Every executable that a step may need, the largest first (they compile longest)."""
+        buckets = self.plan.buckets
+        keys: list[Hashable] = [("forward", bucket) for bucket in reversed(buckets.forward)]
+        keys += [
+            ("sample", rows, variant) for variant in VARIANTS for rows in buckets.rows_of(variant)
+        ]
+        return [*keys, ("tables",), ("penalties",)]
+
+    def _program(self, key: Hashable) -> Program:
+        state = abstract(self._state)
+        match key:
+            case ("forward", bucket):
+                size = self._shapes.forward_packing(bucket).size
+                return Program(
+                    functools.partial(forward, self._model, self._shapes, bucket),
+                    (abstract(self._params), state, jax.ShapeDtypeStruct((size,), jnp.int32)),
+                    donate=(1,),
+                )
+            case ("sample", rows, variant):
+                size = self._shapes.sample_packing(rows, variant).size
+                penalties = abstract(self._penalties) if variant == "full" else None
+                return Program(
+                    functools.partial(
+                        sample, self._model, self._shapes, rows, variant, self._max_logprobs
+                    ),
+                    (
+                        abstract(self._head_params),
+                        state.hidden_RD,
+                        state.last_token,
+                        penalties,
+                        jax.ShapeDtypeStruct((size,), jnp.int32),
+                    ),
+                    donate=(2, 3),
+                )
+            case ("tables",):
+                entries = jax.ShapeDtypeStruct((TABLE_UPDATES,), jnp.int32)
+                return Program(
+                    update_page_tables, (state.page_tables, entries, entries), donate=(0,)
+                )
+            case ("penalties",):
+                piece = jax.ShapeDtypeStruct((PENALTY_PIECE + 3,), jnp.int32)
+                return Program(
+                    sampler.count_tokens, (abstract(self._penalties), piece), donate=(0,)
+                )
+        raise KeyError(key)
+
+    def compile_all(self) -> None:
+        self.executables.compile_all(self.keys())
+
+    def warm_up(self, buckets: Sequence[Bucket]) -> None:
+        """Run executables once on padding, so that the first request finds them loaded."""
+        for bucket in buckets:
+            packing = self._shapes.forward_packing(bucket)
+            buffer, views = packing.host()
+            views["slot_B"][:] = self._shapes.null_slot
+            views["table_index_X"][:] = np.iinfo(np.int32).max
+            self._run_forward(bucket, buffer)
+        jax.block_until_ready(self._state)
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def forward(self, scheduled: SchedulerOutput) -> None:
+        """Dispatch the forward pass of a step; returns at once."""
+        self._builder.admit(scheduled.admitted)
+        self._slots.admit(scheduled.admitted)
+        for sequence in scheduled.admitted:
+            if has_penalties(sequence.request.params):
+                self._count_known_tokens(sequence)
+        step = self._builder.forward(scheduled)
+        for index_X, page_X in step.table_uploads:
+            tables = self.executables["tables",](self._state.page_tables, index_X, page_X)
+            self._state = self._state.replace(page_tables=tables)
+        self._run_forward(step.bucket, step.packed)
+
+    def _run_forward(self, bucket: Bucket, packed: np.ndarray) -> None:
+        self._state = self.executables["forward", bucket](self._params, self._state, packed)
+
+    def _count_known_tokens(self, sequence: SequenceState) -> None:
+        """Start a slot's token counts over with what the host knows of the sequence."""
+        token_ids = sequence.token_ids
+        num_prompt = len(sequence.request.prompt_token_ids)
+        for start in range(0, len(token_ids), PENALTY_PIECE):
+            ids = token_ids[start : start + PENALTY_PIECE]
+            piece = np.full(PENALTY_PIECE + 3, -1, np.int32)
+            piece[:3] = sequence.slot, max(num_prompt - start, 0), start == 0
+            piece[3 : 3 + len(ids)] = ids
+            self._penalties = self.executables["penalties",](self._penalties, piece)
+
+    def sample(self, scheduled: SchedulerOutput) -> InFlight:
+        """Dispatch the sampling of a step's rows; the copy to the host starts at once."""
+        built = self._builder.sample(scheduled)
+        now = time.perf_counter()
+        if built is None:
+            return InFlight(scheduled, None, [], now)
+        step, prompt_rows = built
+        full = step.variant == "full"
+        out, last_token, penalties = self.executables["sample", step.num_rows, step.variant](
+            self._head_params,
+            self._state.hidden_RD,
+            self._state.last_token,
+            self._penalties if full else None,
+            step.packed,
+        )
+        self._state = self._state.replace(last_token=last_token)
+        if full:
+            self._penalties = penalties
+        for array in jax.tree.leaves(out):
+            array.copy_to_host_async()
+        return InFlight(scheduled, out, prompt_rows, now)
+
+    def collect(self, step: InFlight) -> StepResult:
+        """Wait for a step's results."""
+        if step.out is None:
+            return StepResult([], [], None, None, None, None)
+        out = jax.tree.map(np.asarray, step.out)
+        count = sum(item.samples for item in step.scheduled.sequences)
+        return StepResult(
+            out.token_R[:count].tolist(),
+            step.prompt_rows,
+            out.logprob_R,
+            out.rank_R,
+            out.top_id_RX,
+            out.top_logprob_RX,
+        )

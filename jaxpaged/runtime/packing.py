@@ -1,0 +1,50 @@
+"""Many small arrays in one int32 buffer, so that a step's input goes up in one transfer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Named arrays of 32-bit numbers laid end to end.
+
+    `fields` holds (name, shape, dtype) with dtype int32, uint32 or float32.
+    """
+
+    fields: tuple[tuple[str, Shape, str], ...]
+
+    @property
+    def size(self) -> int:
+        """Length of the buffer in 32-bit words."""
+        return sum(math.prod(shape) for _, shape, _ in self.fields)
+
+    def host(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """A zeroed host buffer and writable views into it, by name.
+
+        A new buffer every time: the device may still read the one before.
+        """
+        buffer = np.zeros(self.size, np.int32)
+        views, start = {}, 0
+        for name, shape, dtype in self.fields:
+            end = start + math.prod(shape)
+            views[name] = buffer[start:end].view(dtype).reshape(shape)
+            start = end
+        return buffer, views
+
+    def unpack(self, buffer: jax.Array) -> dict[str, jax.Array]:
+        """The same arrays on the device, inside a jitted function."""
+        arrays, start = {}, 0
+        for name, shape, dtype in self.fields:
+            end = start + math.prod(shape)
+            piece = jax.lax.slice(buffer, (start,), (end,)).reshape(shape)
+            arrays[name] = jax.lax.bitcast_convert_type(piece, jnp.dtype(dtype))
+            start = end
+        return arrays

@@ -1,0 +1,137 @@
+"""From settings, model and device to the sizes that an engine runs with."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxpaged.arrays.kv_pages import KVPagesSpec, group_layers
+from jaxpaged.config import EngineConfig
+from jaxpaged.core.buckets import Buckets
+from jaxpaged.models.spec import ModelSpec
+from jaxpaged.runtime.memory import PageNeeds, check_model_len
+from jaxpaged.runtime.step import StepShapes
+
+DTYPES = {
+    "half": jnp.float16,
+    "float16": jnp.float16,
+    "bfloat16": jnp.bfloat16,
+    "float": jnp.float32,
+    "float32": jnp.float32,
+}
+
+
+def model_dtype(config: EngineConfig, checkpoint_dtype: str, platform: str) -> jnp.dtype:
+    """auto follows the checkpoint on GPU and is float32 on CPU."""
+    if config.dtype != "auto":
+        return jnp.dtype(DTYPES[config.dtype])
+    return jnp.dtype(jnp.float32 if platform == "cpu" else DTYPES[checkpoint_dtype])
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """Sizes of one engine: everything that the shapes of its executables depend on."""
+
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    kv: KVPagesSpec
+    buckets: Buckets
+    vocab: int
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(group.window for group in self.kv.groups)
+
+    @property
+    def shapes(self) -> StepShapes:
+        return StepShapes(
+            num_groups=len(self.kv.groups),
+            max_num_seqs=self.max_num_seqs,
+            pages_per_seq=-(-self.max_model_len // self.kv.page_size),
+            page_size=self.kv.page_size,
+            max_rows=max(self.buckets.rows),
+            vocab=self.vocab,
+        )
+
+    def with_pages(self, config: EngineConfig, spec: ModelSpec, page_bytes: int) -> EnginePlan:
+        """Size the pool for a budget of `page_bytes`, and the model length if it is 'auto'.
+
+        Raises:
+            ValueError: one sequence of max_model_len does not fit.
+        """
+        needs = PageNeeds(
+            self.windows,
+            self.kv.page_size,
+            min(self.max_num_batched_tokens, config.long_prefill_token_threshold or 1 << 30),
+        )
+        useful = self.max_num_seqs * needs.pages(self.max_model_len)
+        # Page 0 belongs to nobody: padding writes there.
+        num_pages = config.num_gpu_blocks_override or min(
+            page_bytes // self.kv.page_bytes - 1, useful
+        )
+        max_model_len = self.max_model_len
+        if config.max_model_len == "auto":
+            max_model_len = needs.longest(num_pages, max_model_len)
+        if max_model_len < 1 or num_pages < 1:
+            max_model_len = self.max_model_len
+        check_model_len(needs, num_pages, self.kv.page_bytes, max_model_len)
+        return dataclasses.replace(
+            self,
+            max_model_len=max_model_len,
+            kv=dataclasses.replace(self.kv, num_pages=num_pages + 1),
+        )
+
+
+def make_plan(
+    config: EngineConfig, spec: ModelSpec, dtype: jnp.dtype, device: jax.Device, serving: bool
+) -> EnginePlan:
+    """Everything but the number of pages, which is known once the weights are loaded.
+
+    Raises:
+        ValueError: settings that contradict the model or each other.
+    """
+    if isinstance(config.max_model_len, int):
+        max_model_len = config.max_model_len
+        if max_model_len > spec.max_position:
+            raise ValueError(
+                f"--max-model-len {max_model_len} is more than the model's own maximum, "
+                f"{spec.max_position} (max_position_embeddings in config.json)."
+            )
+    else:
+        max_model_len = spec.max_position
+    tokens = config.max_num_batched_tokens
+    if tokens is None:
+        tokens = 2048 if device.platform == "cpu" else 8192 if serving else 16384
+        tokens = max(min(tokens, config.max_num_seqs * max_model_len), config.max_num_seqs)
+        if not config.enable_chunked_prefill:
+            tokens = max(tokens, max_model_len)
+    if tokens < config.max_num_seqs:
+        raise ValueError(
+            f"--max-num-batched-tokens {tokens} is less than --max-num-seqs "
+            f"{config.max_num_seqs}: every running sequence needs a token a step."
+        )
+    if not config.enable_chunked_prefill and tokens < max_model_len:
+        raise ValueError(
+            f"--max-num-batched-tokens {tokens} is less than the model length {max_model_len}, "
+            f"and --no-enable-chunked-prefill forbids to split a prompt."
+        )
+    kv_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.dtype(DTYPES[config.kv_cache_dtype])
+    return EnginePlan(
+        max_model_len=max_model_len,
+        max_num_batched_tokens=tokens,
+        max_num_seqs=config.max_num_seqs,
+        kv=KVPagesSpec(
+            groups=group_layers(tuple(layer.window for layer in spec.layers)),
+            num_pages=2,
+            page_size=config.block_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=kv_dtype,
+        ),
+        buckets=Buckets(config.max_num_seqs, tokens, device.platform),
+        vocab=spec.vocab,
+    )
