@@ -1,0 +1,140 @@
+"""The engine core as a process of its own: `python -m jaxpaged.engine.core_process`.
+
+Reads its settings from standard input, takes `FrontMessage`s from one ZeroMQ socket and sends
+`CoreMessage`s to another. JSON, templates and tokenizers run elsewhere, so they never hold up a
+step. Ends with 0 on `Shutdown`, with 1 after it told why in `EngineDead`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine.messages import (
+    AbortRequests,
+    AddRequest,
+    CoreMessage,
+    EngineDead,
+    FinishSequence,
+    FrontMessage,
+    ResetPrefixCache,
+    Shutdown,
+    StepOutputs,
+)
+
+if TYPE_CHECKING:
+    from jaxpaged.engine.engine_core import EngineCore
+
+log = logging.getLogger(__name__)
+
+IDLE_POLL_MS = 1000  # how often an idle core looks whether its parent still lives
+
+
+class CoreServer:
+    """Moves messages between the sockets and an `EngineCore`."""
+
+    def __init__(self, core: EngineCore, source: zmq.Socket, sink: zmq.Socket) -> None:
+        self._core, self._source, self._sink = core, source, sink
+        self._decoder = msgspec.msgpack.Decoder(FrontMessage)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._parent = os.getppid()
+
+    def send(self, message: CoreMessage) -> None:
+        self._sink.send(self._encoder.encode(message))
+
+    def run(self) -> None:
+        """Serve until `Shutdown` or the parent's death."""
+        self.send(self._core.info)
+        while True:
+            heard = False
+            while self._source.poll(0 if self._core.has_work or heard else IDLE_POLL_MS):
+                message = self._decoder.decode(self._source.recv())
+                if isinstance(message, Shutdown):
+                    return
+                self._handle(message)
+                heard = True
+            if self._core.has_work:
+                self.send(StepOutputs(self._core.step(), self._core.stats()))
+            elif heard:
+                self.send(StepOutputs([], self._core.stats()))
+            elif os.getppid() != self._parent:
+                log.error("the server process is gone: ending")
+                return
+
+    def _handle(self, message: FrontMessage) -> None:
+        match message:
+            case AddRequest():
+                self._core.add(message)
+            case AbortRequests():
+                for request_id in message.request_ids:
+                    self._core.abort(request_id)
+            case FinishSequence():
+                self._core.finish(message.request_id, message.index, message.num_tokens)
+            case ResetPrefixCache():
+                self._core.reset_prefix_cache()
+
+
+def _connect(context: zmq.Context, kind: int, address: str) -> zmq.Socket:
+    socket = context.socket(kind)
+    socket.set_hwm(0)
+    socket.connect(address)
+    return socket
+
+
+def main() -> int:
+    began = time.perf_counter()
+    parser = argparse.ArgumentParser(description="jaxpaged's engine core (started by the server)")
+    parser.add_argument("--input", required=True, help="ZeroMQ address to take messages from")
+    parser.add_argument("--output", required=True, help="ZeroMQ address to send messages to")
+    args = parser.parse_args()
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the group: the server decides
+    config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
+
+    context = zmq.Context()
+    source = _connect(context, zmq.PULL, args.input)
+    sink = _connect(context, zmq.PUSH, args.output)
+    try:
+        CoreServer(_start(config, began), source, sink).run()
+        return 0
+    except StartupError as error:
+        reason = str(error)
+    except BaseException as error:
+        log.exception("the engine core failed")
+        reason = f"the engine core failed: {type(error).__name__}: {error}".splitlines()[0]
+    sink.send(msgspec.msgpack.encode(EngineDead(reason)))
+    sink.close(linger=5000)
+    return 1
+
+
+class StartupError(Exception):
+    """Settings, model or memory do not fit together: one line that says what to change."""
+
+
+def _start(config: EngineConfig, began: float) -> EngineCore:
+    # Imported here: the share of GPU memory must be settled before JAX starts its backend, and
+    # the time that the import takes is reported.
+    from jaxpaged.engine.engine_core import EngineCore
+    from jaxpaged.runtime.memory import claim_gpu_memory
+
+    claim_gpu_memory(config.gpu_memory_utilization)
+    imported = time.perf_counter() - began
+    try:
+        return EngineCore(config, serving=True, import_seconds=imported)
+    except (ValueError, OSError) as error:
+        raise StartupError(str(error)) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""The engine's loop: schedule, dispatch, take the tokens of the step before."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import time
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.core.request import Request
+from jaxpaged.core.scheduler import QueueFullError, Scheduler, SchedulerConfig, SchedulerOutput
+from jaxpaged.core.sequence import SequenceState
+from jaxpaged.engine.messages import (
+    AddRequest,
+    EngineInfo,
+    EngineStats,
+    SequenceOutput,
+    TokenLogprobs,
+)
+from jaxpaged.runtime.model_runner import InFlight, StepResult
+from jaxpaged.runtime.startup import start_runner
+from jaxpaged.runtime.token_masks import waits_for_last_token
+
+log = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """One model on one mesh. Not thread-safe: one thread adds, steps and aborts."""
+
+    def __init__(
+        self, config: EngineConfig, *, serving: bool = False, import_seconds: float = 0.0
+    ) -> None:
+        begin = time.perf_counter()
+        started = start_runner(config, serving=serving)
+        self._runner = started.runner
+        plan = self._runner.plan
+        self._overlap = config.async_scheduling
+        self._scheduler = Scheduler(
+            SchedulerConfig(
+                page_size=plan.kv.page_size,
+                num_pages=plan.kv.num_pages,
+                windows=plan.windows,
+                max_num_seqs=plan.max_num_seqs,
+                max_num_batched_tokens=plan.max_num_batched_tokens,
+                max_model_len=plan.max_model_len,
+                long_prefill_token_threshold=config.long_prefill_token_threshold,
+                enable_prefix_caching=config.enable_prefix_caching,
+                enable_chunked_prefill=config.enable_chunked_prefill,
+                policy=config.scheduling_policy,
+                max_num_queued_reqs=config.max_num_queued_reqs,
+                max_num_queued_tokens=config.max_num_queued_tokens,
+            )
+        )
+        self._seed, self._seeds_drawn = config.seed, itertools.count()
+        self._pending: InFlight | None = None  # dispatched, not yet collected
+        self._outputs: list[SequenceOutput] = []  # news for the front end
+        self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
+        self._announced: set[str] = set()  # requests whose admission was told
+        self._late_at_ready = self._runner.executables.late_compilations
+        self._iteration_tokens = self._bucket_tokens = 0
+        self._step_seconds = self._host_gap = 0.0
+        self._collected_at = 0.0
+        seconds = {"import": import_seconds, **started.seconds}
+        seconds["total"] = import_seconds + time.perf_counter() - begin
+        self.info = EngineInfo(
+            max_model_len=plan.max_model_len,
+            vocab_size=plan.vocab,
+            num_pages=plan.kv.num_pages - 1,
+            page_size=plan.kv.page_size,
+            max_logprobs=config.max_logprobs,
+            platform=started.platform,
+            attention_backend=started.backend,
+            dtype=started.dtype,
+            buckets=[str(bucket) for bucket in plan.buckets.forward],
+            startup_seconds=seconds,
+        )
+        log.info(
+            "ready: %d pages of %d tokens, max_model_len %d, %d buckets, %s on %s, attention: %s; "
+            "seconds: %s",
+            self.info.num_pages, self.info.page_size, self.info.max_model_len,
+            len(self.info.buckets), self.info.dtype, self.info.platform,
+            self.info.attention_backend,
+            ", ".join(f"{name} {value:.1f}" for name, value in seconds.items()),
+        )  # fmt: skip
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def add(self, message: AddRequest) -> None:
+        """Queue a request; a full queue answers with an error output (503)."""
+        params = message.params
+        seed = params.seed
+        if seed is None:
+            draw = f"{self._seed}:{next(self._seeds_drawn)}".encode()
+            seed = int.from_bytes(hashlib.sha256(draw).digest()[:8], "little")
+        try:
+            self._scheduler.add(
+                Request(
+                    request_id=message.request_id,
+                    prompt_token_ids=tuple(message.prompt_token_ids),
+                    params=params,
+                    eos_token_ids=frozenset(message.eos_token_ids),
+                    bad_word_ids=tuple(map(tuple, message.bad_word_ids)),
+                    cache_salt=message.cache_salt,
+                    seed=seed,
+                )
+            )
+        except QueueFullError as error:
+            self._outputs.append(
+                SequenceOutput(
+                    request_id=message.request_id,
+                    index=0,
+                    finish_reason="error",
+                    error=str(error),
+                    error_code=503,
+                )
+            )
+
+    def abort(self, request_id: str) -> None:
+        """End a request at any moment: queued, running or with a token in flight."""
+        for sequence in self._scheduler.abort(request_id):
+            self._outputs.append(
+                SequenceOutput(
+                    request_id=request_id, index=sequence.index, finish_reason="abort"
+                )
+            )
+        self._forget(request_id)
+
+    def finish(self, request_id: str, index: int, num_tokens: int) -> None:
+        """A stop string ended a choice; the front end knows already."""
+        self._scheduler.finish(request_id, index, num_tokens)
+
+    def reset_prefix_cache(self) -> bool:
+        return self._scheduler.reset_prefix_cache()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do or to tell."""
+        return bool(
+            self._scheduler.has_unfinished or self._pending is not None or self._outputs
+        )
+
+    # -- the loop ------------------------------------------------------------------------------
+
+    def step(self) -> list[SequenceOutput]:
+        """Dispatch the next step, then take what the one before it sampled."""
+        scheduled = self._scheduler.schedule()
+        self._log_preemptions(scheduled)
+        in_flight = None
+        if scheduled.sequences:
+            self._dispatch_forward(scheduled)
+            if any(waits_for_last_token(item.sequence.request) for item in scheduled.sequences):
+                self._collect()  # this step's masks need the tokens of the one before
+            in_flight = self._runner.sample(scheduled)
+        self._collect()
+        self._pending = in_flight
+        if not self._overlap:
+            self._collect()
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _dispatch_forward(self, scheduled: SchedulerOutput) -> None:
+        begin = time.perf_counter()
+        device_waits = self._pending is not None and self._pending.is_ready()
+        self._bucket_tokens = self._runner.forward(scheduled)
+        self._host_gap = time.perf_counter() - begin if device_waits else 0.0
+        self._iteration_tokens = scheduled.num_tokens
+
+    def _collect(self) -> None:
+        if self._pending is None:
+            return
+        step, self._pending = self._pending, None
+        result = self._runner.collect(step)
+        now = time.perf_counter()
+        self._step_seconds = now - max(step.dispatched, self._collected_at)
+        self._collected_at = now
+        self._take_prompt_logprobs(result)
+        updates = self._scheduler.update(step.scheduled, result.token_ids)
+        for row, update in enumerate(updates):
+            if update is None:
+                continue
+            sequence = update.sequence
+            wanted = sequence.request.params.logprobs
+            output = SequenceOutput(
+                request_id=sequence.request.request_id,
+                index=sequence.index,
+                token_ids=[update.token_id],
+                logprobs=None if wanted is None else [_logprobs(result, row, update.token_id, wanted)],
+                finish_reason=update.finish_reason,
+                stop_reason=update.stop_reason,
+            )
+            self._tell_once(sequence, output)
+            self._outputs.append(output)
+
+    def _take_prompt_logprobs(self, result: StepResult) -> None:
+        first_row = len(result.token_ids)
+        for row, wanted in enumerate(result.prompt_rows, first_row):
+            request = wanted.sequence.request
+            entries = self._prompt_logprobs.setdefault(request.request_id, [None])
+            token_id = request.prompt_token_ids[wanted.position]
+            entries.append(_logprobs(result, row, token_id, request.params.prompt_logprobs))
+
+    def _tell_once(self, sequence: SequenceState, output: SequenceOutput) -> None:
+        """Add to a request's first output what is said once."""
+        request = sequence.request
+        if sequence.num_output_tokens != 1:
+            return
+        output.num_cached_tokens = sequence.num_cached_tokens
+        output.scheduled_time = sequence.scheduled_time
+        if sequence.index == 0 and request.params.prompt_logprobs is not None:
+            output.prompt_logprobs = self._prompt_logprobs.pop(request.request_id, [None])
+
+    def _forget(self, request_id: str) -> None:
+        self._prompt_logprobs.pop(request_id, None)
+
+    def _log_preemptions(self, scheduled: SchedulerOutput) -> None:
+        for sequence in scheduled.preempted:
+            log.warning(
+                "request %s choice %d preempted (mode RECOMPUTE): no free pages; %d preemptions so "
+                "far",
+                sequence.request.request_id, sequence.index, self._scheduler.num_preemptions,
+            )  # fmt: skip
+
+    def stats(self) -> EngineStats:
+        """Gauges and counters as they stand."""
+        scheduler = self._scheduler
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            kv_cache_usage=scheduler.kv_cache_usage,
+            num_preemptions=scheduler.num_preemptions,
+            prefix_cache_queries=scheduler.prefix_cache_queries,
+            prefix_cache_hits=scheduler.prefix_cache_hits,
+            step_compilations=self._runner.executables.late_compilations - self._late_at_ready,
+            iteration_tokens=self._iteration_tokens,
+            bucket_tokens=self._bucket_tokens,
+            device_step_seconds=self._step_seconds,
+            host_gap_seconds=self._host_gap,
+        )
+
+
+def _logprobs(result: StepResult, row: int, token_id: int, count: int) -> TokenLogprobs:
+    assert result.logprob_R is not None and result.rank_R is not None
+    assert result.top_id_RX is not None and result.top_logprob_RX is not None
+    return TokenLogprobs(
+        token_id,
+        float(result.logprob_R[row]),
+        int(result.rank_R[row]),
+        result.top_id_RX[row, :count].tolist(),
+        result.top_logprob_RX[row, :count].tolist(),
+    )
