@@ -1,0 +1,38 @@
+# `make serve` and `make test` are all a newcomer needs; both set up .venv on first use.
+.DEFAULT_GOAL := help
+.PHONY: help serve test check format clean
+
+# The first Python that is new enough; override with `make PYTHON=python3.12 ...`.
+PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,\
+  $(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
+# Extras of pyproject.toml to install: `make serve EXTRAS=cuda13` on a machine with an NVIDIA GPU.
+EXTRAS ?=
+ARGS ?=
+
+INSTALLED = .venv/.installed-$(EXTRAS)
+
+help: ## show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+
+serve: $(INSTALLED) ## serve the built-in model on port 8000; ARGS="MODEL --port 9000 ..." for more
+	.venv/bin/jaxpaged serve $(ARGS)
+
+test: EXTRAS := $(or $(EXTRAS),test)
+test: ## check style, types, imports and behaviour: the same as CI
+	@$(MAKE) --no-print-directory .venv/.installed-$(EXTRAS) EXTRAS=$(EXTRAS)
+	PATH="$(CURDIR)/.venv/bin:$$PATH" scripts/check.sh $(ARGS)
+
+format: ## let ruff rewrite the tree in the house style
+	.venv/bin/ruff format
+	.venv/bin/ruff check --fix
+
+clean: ## remove .venv and caches
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+
+# A stamp per set of extras: an unchanged pyproject.toml costs nothing the second time.
+.venv/.installed-%: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "jaxpaged needs Python 3.11 or newer" >&2; exit 1; }
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	@echo "installing jaxpaged$(if $*, with $*) into .venv (once) ..."
+	.venv/bin/python -m pip install --quiet --editable '.$(if $*,[$*])'
+	@touch $@

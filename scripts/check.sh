@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Every check of the project, in the order of their cost; CI and the pre-push hook call it too.
+# Usage: scripts/check.sh [arguments for pytest]
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+failed=()
+step() {
+  local name=$1
+  shift
+  echo "== $name"
+  "$@" || failed+=("$name")
+}
+
+step "format" ruff format --check --quiet
+step "lint" ruff check --quiet
+step "imports" lint-imports --no-cache
+step "types" mypy
+step "tests" python -m pytest "$@"
+
+if ((${#failed[@]})); then
+  echo "FAILED: ${failed[*]}" >&2
+  exit 1
+fi
+echo "all checks passed"

@@ -1,0 +1,44 @@
+"""Settings of the whole test run: JAX on the CPU, one compilation cache, the real-model option."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before any test module imports jax; processes that tests start inherit it.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test may depend on the network
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--real-model",
+        type=Path,
+        metavar="DIR",
+        help="folder of a Hugging Face checkpoint; runs the tests marked real_model against it",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Share one cache folder, engines' default folder in it: later runs compile nothing."""
+    if config.cache is not None:
+        cache = config.cache.mkdir("home")
+        os.environ["XDG_CACHE_HOME"] = str(cache)
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache / "jaxpaged" / "executables")
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--real-model") is None:
+        skip = pytest.mark.skip(reason="needs --real-model DIR")
+        for item in items:
+            if "real_model" in item.keywords:
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def real_model(request: pytest.FixtureRequest) -> Path:
+    """The folder given with --real-model; for tests marked real_model."""
+    return request.config.getoption("--real-model")
