@@ -127,6 +127,7 @@ def sample(
     shapes: StepShapes,
     num_rows: int,
     variant: str,
+    max_logprobs: int,
     head_params: Params,
     hidden_RD: jax.Array,
     last_token: jax.Array,
@@ -138,7 +139,9 @@ def sample(
         shapes.sample_packing(num_rows, variant).unpack(packed)
     )
     logits_RV = model.apply({"params": head_params}, hidden_RD[:num_rows], method="logits")
-    out, penalties = sampler.sample(logits_RV, batch, variant, penalties)
+    out, penalties = sampler.sample(
+        logits_RV, batch, variant, penalties, max_logprobs=max_logprobs
+    )
     # Rows that sample nothing carry the null slot.
     return out, last_token.at[batch.slot_R].set(out.token_R), penalties
 

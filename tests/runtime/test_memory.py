@@ -1,0 +1,54 @@
+from types import SimpleNamespace
+
+import pytest
+
+from jaxpaged.config import GIB
+from jaxpaged.runtime.memory import PageNeeds, check_model_len, page_budget
+
+
+def test_windowed_groups_need_their_window_and_a_chunk_only() -> None:
+    needs = PageNeeds(windows=(None, 512, 512), page_size=16, chunk=256)
+    assert needs.pages(16) == 3
+    assert needs.pages(100) == 3 * 7
+    window_pages = (512 + 256 + 32) // 16
+    assert needs.pages(8192) == 512 + 2 * window_pages
+
+
+def test_longest_is_the_inverse_of_pages() -> None:
+    needs = PageNeeds(windows=(None, 64), page_size=16, chunk=32)
+    for num_pages in range(2, 60):
+        longest = needs.longest(num_pages, limit=10_000)
+        assert needs.pages(longest) <= num_pages < needs.pages(longest + 1)
+    assert needs.longest(10_000, limit=77) == 77
+
+
+def test_too_small_a_pool_names_the_length_that_fits() -> None:
+    needs = PageNeeds(windows=(None,), page_size=16, chunk=2048)
+    check_model_len(needs, num_pages=64, page_bytes=GIB, max_model_len=1024)
+    with pytest.raises(ValueError) as error:
+        check_model_len(needs, num_pages=64, page_bytes=GIB, max_model_len=2048)
+    message = str(error.value)
+    assert message.startswith("To serve at least one request with the model's max seq len (2048)")
+    assert "128.00 GiB" in message and "64.00 GiB" in message
+    assert "estimated maximum model length is 1024" in message
+    assert "--max-model-len" in message
+
+
+def budget(stats: dict[str, int] | None, **options: int | None) -> int:
+    device = SimpleNamespace(platform="gpu" if stats else "cpu", memory_stats=lambda: stats)
+    settings = {"kv_cache_memory_bytes": None, "step_temporary_bytes": 0, "step_input_bytes": 0}
+    return page_budget(device=device, gpu_memory_utilization=0.9, **(settings | options))  # type: ignore[arg-type]
+
+
+def test_budget_is_what_the_limit_leaves() -> None:
+    stats = {"bytes_limit": 100 * GIB, "bytes_in_use": 40 * GIB}
+    assert budget(stats, step_temporary_bytes=5 * GIB, step_input_bytes=GIB) == 52 * GIB
+    assert budget(stats, kv_cache_memory_bytes=123) == 123
+    assert budget(None) == GIB
+
+
+def test_no_room_names_the_utilization_that_would_do() -> None:
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization 0\.9\d is the smallest"):
+        budget({"bytes_limit": 100 * GIB, "bytes_in_use": 99 * GIB}, step_temporary_bytes=2 * GIB)
+    with pytest.raises(ValueError, match="does not fit this device"):
+        budget({"bytes_limit": 100 * GIB, "bytes_in_use": 130 * GIB})
