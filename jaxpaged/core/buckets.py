@@ -1,0 +1,73 @@
+"""The closed set of shapes for which a step is compiled."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+MAX_FORWARD_BUCKETS = 24
+MAX_PROMPT_LOGPROB_ROWS = 256  # rows of one step that score prompt tokens
+SMALLEST_MIXED = 16
+THREE_QUARTERS_ABOVE = 64  # on a GPU decode sizes get a step between powers of two from here on
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Padded sizes of a forward step."""
+
+    num_tokens: int  # T
+    num_seqs: int  # B
+    decode_only: bool  # every sequence has one token, T == B
+
+
+def _sizes(smallest: int, largest: int, three_quarters: bool = False) -> tuple[int, ...]:
+    """Powers of two from `smallest` on, and `largest`."""
+    sizes, size = [], min(smallest, largest)
+    while size < largest:
+        sizes.append(size)
+        if three_quarters and size >= THREE_QUARTERS_ABOVE and size * 3 // 2 < largest:
+            sizes.append(size * 3 // 2)
+        size *= 2
+    return (*sizes, largest)
+
+
+class Buckets:
+    """Shapes of `forward` and row counts of `sample` for an engine's limits.
+
+    Args:
+        platform: as JAX names it; a CPU gains from tiny buckets, a GPU does not.
+    """
+
+    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, platform: str) -> None:
+        on_cpu = platform == "cpu"
+        most_decodes = min(max_num_seqs, max_num_batched_tokens)
+        decode_sizes = _sizes(1 if on_cpu else 8, most_decodes, three_quarters=not on_cpu)
+        mixed_sizes = _sizes(SMALLEST_MIXED, max_num_batched_tokens)
+        excess = len(decode_sizes) + len(mixed_sizes) - MAX_FORWARD_BUCKETS
+        mixed_sizes = mixed_sizes[max(0, excess) :]
+        self._decode = tuple(Bucket(size, size, True) for size in decode_sizes)
+        self._mixed = tuple(Bucket(size, min(size, max_num_seqs), False) for size in mixed_sizes)
+        self.forward = self._decode + self._mixed
+        self.rows = (*decode_sizes, max_num_seqs + MAX_PROMPT_LOGPROB_ROWS)
+
+    def fit(self, num_tokens: int, num_seqs: int, decode_only: bool) -> Bucket:
+        """The smallest bucket with room for a step.
+
+        Raises:
+            ValueError: the step is larger than the limits that the buckets were made for.
+        """
+        for bucket in self._decode if decode_only else self._mixed:
+            if num_tokens <= bucket.num_tokens and num_seqs <= bucket.num_seqs:
+                return bucket
+        raise ValueError(f"no bucket for {num_tokens} tokens of {num_seqs} sequences")
+
+    def fit_rows(self, num_rows: int) -> int:
+        """The smallest row count of `sample` that is at least `num_rows`.
+
+        Raises:
+            ValueError: no step samples so many rows.
+        """
+        at = bisect_left(self.rows, num_rows)
+        if at == len(self.rows):
+            raise ValueError(f"no row bucket for {num_rows} rows")
+        return self.rows[at]

@@ -1,0 +1,137 @@
+"""Finds pages that already hold the beginning of a sequence."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from hashlib import sha256
+
+from jaxpaged.core.page_pool import PagePool
+from jaxpaged.core.sequence import SequenceState
+
+
+def first_needed_page(position: int, window: int | None, page_size: int) -> int:
+    """First page that a query at `position` reads; a window counts the query itself."""
+    if window is None:
+        return 0
+    return max(0, position - window + 1) // page_size
+
+
+@dataclass(frozen=True)
+class PrefixHit:
+    """Leading pages of a sequence that are there already, and a block table for each group."""
+
+    num_pages: int
+    tables: list[list[int]]
+
+
+class PrefixCache:
+    """Full pages by (group, key).
+
+    A key is the SHA-256 over its parent's key and the page's token ids; the first parent is made
+    of the salt and the version of the weights. A hit of n pages needs, of a full group, all of
+    them and, of a group with a window, those that a query just behind them can see.
+    """
+
+    def __init__(self, pool: PagePool, windows: tuple[int | None, ...], page_size: int) -> None:
+        self.epoch = 0  # pages begun in another epoch are never published
+        self._pool = pool
+        self._page_size = page_size
+        self._windows = windows
+        self._pages: list[dict[bytes, int]] = [{} for _ in windows]
+        self._entries: dict[int, tuple[int, bytes]] = {}  # page -> (group, key)
+        self._weight_version: object = 0
+        pool.on_evict = self._forget
+
+    def begin(self, sequence: SequenceState) -> None:
+        """The sequence is about to compute its first page."""
+        if sequence.cache_epoch != self.epoch:
+            sequence.cache_epoch = self.epoch
+            sequence.page_hashes.clear()
+
+    def lookup(self, sequence: SequenceState) -> PrefixHit:
+        """The longest prefix that every group can serve; one token at least is left to compute."""
+        self.begin(sequence)
+        limit = (len(sequence.token_ids) - 1) // self._page_size
+        self._hash_pages(sequence, limit)
+        keys = sequence.page_hashes
+        count = self._longest(keys, limit)
+        tables = []
+        for pages, window in zip(self._pages, self._windows, strict=True):
+            first = first_needed_page(count * self._page_size, window, self._page_size)
+            tables.append([0] * first + [pages[key] for key in keys[first:count]])
+        return PrefixHit(count, tables)
+
+    def publish(self, sequence: SequenceState, num_tokens: int) -> None:
+        """Offer the full pages among the first `num_tokens` tokens, all known and scheduled."""
+        count = num_tokens // self._page_size
+        if count <= sequence.num_published or sequence.cache_epoch != self.epoch:
+            return
+        self._hash_pages(sequence, count)
+        for at in range(sequence.num_published, count):
+            key = sequence.page_hashes[at]
+            for group, table in enumerate(sequence.block_tables):
+                page = table[at]
+                if page and key not in self._pages[group]:
+                    self._pages[group][key] = page
+                    self._entries[page] = (group, key)
+                    self._pool.keep(page)
+        sequence.num_published = count
+
+    def set_weight_version(self, version: object) -> None:
+        """Pages computed from now on have other keys."""
+        self._weight_version = version
+        self.epoch += 1
+
+    def reset(self) -> None:
+        """Forget everything; sequences that have begun publish nothing more."""
+        self.epoch += 1
+        for pages in self._pages:
+            pages.clear()
+        self._entries.clear()
+        self._pool.forget_kept()
+
+    def _forget(self, page: int) -> None:
+        group, key = self._entries.pop(page)
+        del self._pages[group][key]
+
+    def _hash_pages(self, sequence: SequenceState, count: int) -> None:
+        """Extend the sequence's page hashes to at least `count` pages."""
+        hashes, size = sequence.page_hashes, self._page_size
+        if len(hashes) >= count:
+            return
+        if hashes:
+            parent = hashes[-1]
+        else:
+            extra = (sequence.request.cache_salt, self._weight_version)
+            parent = sha256(repr(extra).encode()).digest()
+        ids = array("i", sequence.token_ids[len(hashes) * size : count * size])
+        data, step = ids.tobytes(), size * ids.itemsize
+        for start in range(0, len(data), step):
+            parent = sha256(parent + data[start : start + step]).digest()
+            hashes.append(parent)
+
+    def _longest(self, keys: list[bytes], limit: int) -> int:
+        count = limit
+        for pages, window in zip(self._pages, self._windows, strict=True):
+            if window is None:
+                count = next((at for at in range(count) if keys[at] not in pages), count)
+        settled = False
+        while not settled:
+            settled = True
+            for pages, window in zip(self._pages, self._windows, strict=True):
+                if window is not None:
+                    shorter = self._longest_in_window(pages, window, keys, count)
+                    settled, count = settled and shorter == count, shorter
+        return count
+
+    def _longest_in_window(
+        self, pages: dict[bytes, int], window: int, keys: list[bytes], count: int
+    ) -> int:
+        """The largest n <= count such that the window before token n * page_size is there."""
+        at = count - 1
+        while at >= first_needed_page(count * self._page_size, window, self._page_size):
+            if keys[at] not in pages:
+                count = at
+            at -= 1
+        return count

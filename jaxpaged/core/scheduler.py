@@ -1,0 +1,388 @@
+"""Decides what each step computes: admission, chunks, preemption, the end of sequences."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from jaxpaged.core.page_allocator import PageAllocator
+from jaxpaged.core.request import Request
+from jaxpaged.core.scheduler_config import SchedulerConfig
+from jaxpaged.core.sequence import SequenceQueue, SequenceState, Status
+
+log = logging.getLogger(__name__)
+
+
+class QueueFullError(Exception):
+    """As many requests or tokens wait as the settings allow."""
+
+
+class ScheduledSequence(NamedTuple):
+    """A sequence's part of a step: positions [start, start + num_tokens)."""
+
+    sequence: SequenceState
+    start: int
+    num_tokens: int
+    slot: int
+    samples: bool  # the row of its last token yields a new token
+    prompt_logprob_start: int  # rows p in [start_row, start_row + n) score prompt token p + 1
+    num_prompt_logprob_rows: int
+
+
+@dataclass(frozen=True)
+class SchedulerOutput:
+    """One step. Sequences with one token come first, then longer chunks."""
+
+    sequences: tuple[ScheduledSequence, ...]
+    num_tokens: int
+    preempted: tuple[SequenceState, ...]
+    admitted: tuple[SequenceState, ...]  # got a slot in this step, for the first time or again
+
+
+class SequenceUpdate(NamedTuple):
+    """A new token of a sequence."""
+
+    sequence: SequenceState
+    token_id: int
+    finish_reason: str | None
+    stop_reason: int | None
+
+
+class Scheduler:
+    """Continuous batching over a pool of pages.
+
+    It knows no prefill or decode phase, only tokens that are not computed yet. A step may be
+    scheduled before the tokens of the step before are known: they count as placeholders.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.pages = PageAllocator(
+            num_pages=config.num_pages,
+            page_size=config.page_size,
+            windows=config.windows,
+            max_chunk=config.max_chunk,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        self.num_preemptions = 0
+        self.prefix_cache_queries = 0  # tokens of prompts looked up
+        self.prefix_cache_hits = 0  # tokens of prompts found
+        self.num_queued_requests = 0  # never admitted yet
+        self.num_queued_tokens = 0  # of their prompts
+        self._arrivals = 0
+        self._waiting = SequenceQueue()
+        self._running = SequenceQueue()
+        self._alive: dict[str, dict[int, SequenceState]] = {}  # request -> choice -> state
+        self._unforked: dict[str, list[SequenceState]] = {}  # wait for choice 0 to do the prompt
+        self._queued: set[str] = set()
+        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._alive)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences in the queue, preempted ones included."""
+        return len(self._waiting)
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            QueueFullError: too many requests or prompt tokens wait already.
+            ValueError: the id is in use, or the prompt is empty or leaves no room for a token.
+        """
+        prompt_len = len(request.prompt_token_ids)
+        if request.request_id in self._alive:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        if not 0 < prompt_len < self.config.max_model_len:
+            raise ValueError(
+                f"a prompt must have 1 to {self.config.max_model_len - 1} tokens, got {prompt_len}"
+            )
+        self._check_queue(prompt_len)
+        self._arrivals += 1
+        request = replace(request, arrival=self._arrivals)
+        params = request.params
+        max_len = self.config.max_model_len
+        if params.max_tokens is not None:
+            max_len = min(max_len, prompt_len + params.max_tokens)
+        priority = params.priority if self.config.policy == "priority" else 0
+        choices = [
+            SequenceState(
+                request=request,
+                index=index,
+                key=(priority, request.arrival, index),
+                max_len=max_len,
+                token_ids=list(request.prompt_token_ids),
+                block_tables=[[] for _ in self.config.windows],
+            )
+            for index in range(params.n)
+        ]
+        self._alive[request.request_id] = dict(enumerate(choices))
+        if params.n > 1:
+            self._unforked[request.request_id] = choices[1:]
+        self._waiting.add(choices[0])
+        self._queued.add(request.request_id)
+        self.num_queued_requests += 1
+        self.num_queued_tokens += prompt_len
+
+    def abort(self, request_id: str) -> list[SequenceState]:
+        """End a request, wherever it is; returns its choices that were alive."""
+        sequences = list(self._alive.get(request_id, {}).values())
+        for sequence in sequences:
+            self._finish(sequence, "abort")
+        return sequences
+
+    def finish(self, request_id: str, index: int, num_tokens: int) -> SequenceState | None:
+        """End a choice whose output number `num_tokens` completed a stop string.
+
+        Returns:
+            The choice, cut to that many outputs; None if it had ended before.
+        """
+        sequence = self._alive.get(request_id, {}).get(index)
+        if sequence is not None:
+            del sequence.token_ids[sequence.prompt_len + num_tokens :]
+            self._finish(sequence, "stop")
+        return sequence
+
+    def schedule(self) -> SchedulerOutput:
+        """Choose the next step; nothing may be left to do (no sequences)."""
+        step = _Step(self.config.max_num_batched_tokens, self.config.max_prompt_logprob_rows)
+        self._schedule_running(step)
+        if not step.preempted:
+            self._schedule_waiting(step)
+        return SchedulerOutput(
+            sequences=(*step.single, *step.chunks),
+            num_tokens=self.config.max_num_batched_tokens - step.tokens_left,
+            preempted=tuple(step.preempted),
+            admitted=tuple(step.admitted),
+        )
+
+    def update(
+        self, output: SchedulerOutput, tokens: Sequence[int]
+    ) -> list[SequenceUpdate | None]:
+        """Take the tokens of a step, one for each scheduled sequence that samples, in order.
+
+        Returns:
+            One entry a token; None where the sequence had ended before: drop that row.
+        """
+        sampled = [item.sequence for item in output.sequences if item.samples]
+        return [
+            None if sequence.finished else self._append(sequence, token_id)
+            for sequence, token_id in zip(sampled, tokens, strict=True)
+        ]
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix; False if prefix caching is off."""
+        if self.pages.cache is None:
+            return False
+        self.pages.cache.reset()
+        return True
+
+    def set_weight_version(self, version: object) -> None:
+        """The weights changed: what they computed before serves no new sequence."""
+        if self.pages.cache is not None:
+            self.pages.cache.set_weight_version(version)
+
+    def _check_queue(self, prompt_len: int) -> None:
+        most_requests = self.config.max_num_queued_reqs
+        most_tokens = self.config.max_num_queued_tokens
+        if most_requests is not None and self.num_queued_requests >= most_requests:
+            raise QueueFullError(
+                f"the queue is full: {self.num_queued_requests} requests wait, "
+                f"the limit is {most_requests}"
+            )
+        if most_tokens is not None and self.num_queued_tokens + prompt_len > most_tokens:
+            raise QueueFullError(
+                f"the queue is full: {self.num_queued_tokens} prompt tokens wait and "
+                f"{prompt_len} more were sent, the limit is {most_tokens}"
+            )
+
+    def _schedule_running(self, step: _Step) -> None:
+        for sequence in self._running:  # preemption removes from the end
+            if step.tokens_left == 0:
+                break
+            start = sequence.num_computed
+            if sequence.num_tokens >= sequence.max_len:
+                continue  # its last token is in flight
+            count = self._chunk(sequence, start, step)
+            if count == 0:
+                continue
+            end = start + count
+            while end > sequence.capacity and not self.pages.extend(sequence, start, end):
+                victim = self._running.last
+                self._preempt(victim)
+                step.preempted.append(victim)
+                if victim is sequence:
+                    return
+            self._commit(sequence, count, step)
+
+    def _schedule_waiting(self, step: _Step) -> None:
+        while self._waiting and step.tokens_left and self._free_slots:
+            sequence = self._waiting.first
+            if sequence.num_in_flight:
+                break  # preempted: its last token is still on the way to the host
+            if not self._admit(sequence, step):
+                if self._running or not self._drop_held_pages():
+                    break
+                continue
+            self._waiting.discard(sequence)
+            self._running.add(sequence)
+            sequence.status = Status.RUNNING
+            sequence.slot = self._free_slots.pop()
+            step.admitted.append(sequence)
+            start = sequence.num_computed
+            count = self._chunk(sequence, start, step)
+            self.pages.extend(sequence, start, start + count)
+            self._commit(sequence, count, step)
+
+    def _admit(self, sequence: SequenceState, step: _Step) -> bool:
+        """Whether the head of the queue may run from now on; takes the pages of a prefix hit."""
+        hit = None
+        start = sequence.num_computed
+        if start == 0:
+            hit = self.pages.lookup(sequence)
+            start = hit.num_pages * self.config.page_size
+        if self._chunk(sequence, start, step) == 0 or not self.pages.admit(sequence, hit):
+            return False
+        if sequence.request.request_id in self._queued and sequence.index == 0:
+            self._leave_queue(sequence)
+            sequence.num_cached_tokens = start
+            if self.pages.cache is not None:
+                self.prefix_cache_queries += sequence.prompt_len
+                self.prefix_cache_hits += start
+        return True
+
+    def _chunk(self, sequence: SequenceState, start: int, step: _Step) -> int:
+        """Tokens of the sequence that this step has room for, from `start` on."""
+        count = sequence.num_tokens - start
+        if count == 1:
+            pass
+        elif self.config.enable_chunked_prefill:
+            count = min(count, self.config.max_chunk, step.tokens_left)
+        elif count > step.tokens_left:
+            return 0
+        wanted = sequence.prompt_logprobs_wanted
+        if sequence.num_prompt_logprobs < wanted:
+            first = max(start, sequence.num_prompt_logprobs)
+            if min(start + count, wanted) - first > step.rows_left:
+                count = first + step.rows_left - start
+        return count
+
+    def _commit(self, sequence: SequenceState, count: int, step: _Step) -> None:
+        start = sequence.num_computed
+        end = start + count
+        sequence.num_computed = end
+        samples = end == sequence.num_tokens
+        first_row, num_rows = sequence.num_prompt_logprobs, 0
+        if start < sequence.prompt_len:
+            first_row = max(start, first_row)
+            num_rows = max(0, min(end, sequence.prompt_logprobs_wanted) - first_row)
+            if num_rows:
+                sequence.num_prompt_logprobs = first_row + num_rows
+                step.rows_left -= num_rows
+        step.tokens_left -= count
+        slot = sequence.slot
+        assert slot is not None
+        item = ScheduledSequence(sequence, start, count, slot, samples, first_row, num_rows)
+        (step.single if count == 1 else step.chunks).append(item)
+        # Attention reads after it has written, so pages may be shared within this very step.
+        self.pages.publish(sequence, min(end, len(sequence.token_ids)))
+        if samples:
+            sequence.num_in_flight += 1
+            if self._unforked and sequence.request.request_id in self._unforked:
+                self._fork(sequence)
+
+    def _fork(self, parent: SequenceState) -> None:
+        for child in self._unforked.pop(parent.request.request_id):
+            self.pages.fork(parent, child)
+            child.num_cached_tokens = parent.num_cached_tokens
+            self._waiting.add(child)
+
+    def _drop_held_pages(self) -> bool:
+        """Take the pages of forks that wait behind the head; False if there are none."""
+        holders = [s for s in self._waiting if s.num_computed and s is not self._waiting.first]
+        for sequence in holders:
+            self.pages.release(sequence)
+        return bool(holders)
+
+    def _preempt(self, sequence: SequenceState) -> None:
+        log.warning(
+            "request %s choice %d is preempted by RECOMPUTE: no free pages; "
+            "%d computed tokens are dropped",
+            sequence.request.request_id, sequence.index, sequence.num_computed,
+        )
+        self._stop_running(sequence)
+        sequence.status = Status.WAITING
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self._waiting.add(sequence)
+
+    def _stop_running(self, sequence: SequenceState) -> None:
+        # A row in flight may turn out wasted: publish what collected steps computed.
+        collected = sequence.num_computed - sequence.num_in_flight
+        self.pages.publish(sequence, min(collected, len(sequence.token_ids)))
+        self.pages.release(sequence)
+        self._running.discard(sequence)
+        assert sequence.slot is not None
+        self._free_slots.append(sequence.slot)
+        sequence.slot = None
+
+    def _append(self, sequence: SequenceState, token_id: int) -> SequenceUpdate:
+        sequence.num_in_flight -= 1
+        sequence.token_ids.append(token_id)
+        num_tokens = len(sequence.token_ids)
+        fewest = sequence.prompt_len + sequence.request.params.min_tokens
+        finish_reason = stop_reason = None
+        if token_id in sequence.ending_ids and num_tokens >= fewest:
+            finish_reason = "stop"
+            if token_id not in sequence.request.eos_token_ids:
+                stop_reason = token_id
+        elif num_tokens >= sequence.max_len:
+            finish_reason = "length"
+        if finish_reason is not None:
+            sequence.stop_reason = stop_reason
+            self._finish(sequence, finish_reason)
+        return SequenceUpdate(sequence, token_id, finish_reason, stop_reason)
+
+    def _finish(self, sequence: SequenceState, reason: str) -> None:
+        if sequence.status is Status.RUNNING:
+            self._stop_running(sequence)
+        else:
+            self._waiting.discard(sequence)
+            self.pages.release(sequence)
+        sequence.status = Status.FINISHED
+        sequence.finish_reason = reason
+        request_id = sequence.request.request_id
+        alive = self._alive[request_id]
+        del alive[sequence.index]
+        if not alive:
+            del self._alive[request_id]
+            self._unforked.pop(request_id, None)
+            self._leave_queue(sequence)
+
+    def _leave_queue(self, sequence: SequenceState) -> None:
+        """The request is no longer one that was never admitted."""
+        if sequence.request.request_id in self._queued:
+            self._queued.remove(sequence.request.request_id)
+            self.num_queued_requests -= 1
+            self.num_queued_tokens -= sequence.prompt_len
+
+
+class _Step:
+    """A step in the making."""
+
+    def __init__(self, tokens: int, rows: int) -> None:
+        self.tokens_left = tokens
+        self.rows_left = rows
+        self.single: list[ScheduledSequence] = []
+        self.chunks: list[ScheduledSequence] = []
+        self.preempted: list[SequenceState] = []
+        self.admitted: list[SequenceState] = []

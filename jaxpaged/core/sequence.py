@@ -1,0 +1,109 @@
+"""The state of one choice of a request, and queues of such states."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from operator import attrgetter
+
+from jaxpaged.core.request import Request
+
+Key = tuple[int, int, int]  # priority, arrival, choice: smaller is served first
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class SequenceState:
+    """One choice of a request: its tokens and the pages that hold them.
+
+    `num_computed` counts tokens whose step was scheduled, the placeholder of a token in flight
+    included; `num_tokens - num_computed` is what is left to do, be it prompt or decode.
+    """
+
+    request: Request
+    index: int  # choice, 0 <= index < n
+    key: Key
+    max_len: int  # tokens at which it ends with reason "length"
+    token_ids: list[int]  # the prompt and every output that the host knows
+    block_tables: list[list[int]]  # pages of each KV group in order; 0 where released
+    status: Status = Status.WAITING
+    slot: int | None = None  # row of per-sequence device state, 0 .. max_num_seqs - 1
+    num_computed: int = 0
+    num_in_flight: int = 0  # tokens sampled on the device that the host does not know yet
+    capacity: int = 0  # tokens that the pages of every group have room for
+    finish_reason: str | None = None  # stop, length, abort
+    stop_reason: int | None = None  # the id of stop_token_ids that ended it
+    num_cached_tokens: int = 0  # prefix hit at the first admission
+    num_prompt_logprobs: int = 0  # rows already scheduled; row p scores prompt token p + 1
+    num_preemptions: int = 0
+    page_hashes: list[bytes] = field(default_factory=list)  # prefix keys of leading pages
+    num_published: int = 0  # leading pages that the prefix cache was told of
+    cache_epoch: int = -1  # `PrefixCache.epoch` when its first page was computed
+    ending_ids: frozenset[int] = frozenset()  # EOS and stop_token_ids
+
+    def __post_init__(self) -> None:
+        self.ending_ids = self.request.eos_token_ids | set(self.request.params.stop_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens and those in flight."""
+        return len(self.token_ids) + self.num_in_flight
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.prompt_len :]
+
+    @property
+    def prompt_logprobs_wanted(self) -> int:
+        """Rows that the prompt's log-probabilities take; only choice 0 delivers them."""
+        if self.request.params.prompt_logprobs is None or self.index != 0:
+            return 0
+        return self.prompt_len - 1
+
+    @property
+    def finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+
+_by_key = attrgetter("key")
+
+
+class SequenceQueue:
+    """Sequences in the order of their keys."""
+
+    def __init__(self) -> None:
+        self._sequences: list[SequenceState] = []
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[SequenceState]:
+        return iter(self._sequences)
+
+    @property
+    def first(self) -> SequenceState:
+        return self._sequences[0]
+
+    @property
+    def last(self) -> SequenceState:
+        return self._sequences[-1]
+
+    def add(self, sequence: SequenceState) -> None:
+        insort(self._sequences, sequence, key=_by_key)
+
+    def discard(self, sequence: SequenceState) -> None:
+        """Remove the sequence if it is there."""
+        at = bisect_left(self._sequences, sequence.key, key=_by_key)
+        if at < len(self._sequences) and self._sequences[at] is sequence:
+            del self._sequences[at]
