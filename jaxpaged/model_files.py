@@ -1,0 +1,80 @@
+"""Finds a model's folder: on this machine or on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+PATTERNS = ("*.safetensors", "*.json", "tokenizer*", "*.jinja")
+
+
+class ModelFilesError(OSError):
+    """A model's file or folder is missing or unreadable; one line that names it."""
+
+
+def resolve_model(
+    name: str | Path, revision: str | None = None, download_dir: str | None = None
+) -> Path:
+    """The folder that holds `name`: itself if it is one, else a snapshot of the hub's repository.
+
+    Args:
+        name: a local folder, or a hub id such as "org/model".
+        revision: branch, tag or commit of a hub model.
+        download_dir: where hub files are kept; default: Hugging Face's own cache.
+
+    Raises:
+        ModelFilesError: no such folder, and no such repository or no way to reach the hub.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    try:
+        return Path(
+            snapshot_download(
+                str(name), revision=revision, cache_dir=download_dir, allow_patterns=PATTERNS
+            )
+        )
+    except HFValidationError:
+        raise ModelFilesError(
+            f"no folder {str(name)!r}, and not an id of the Hugging Face hub"
+        ) from None
+    except HfHubHTTPError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelFilesError(
+            f"cannot download {str(name)!r} from the Hugging Face hub: {reason}"
+        ) from error
+    except (LocalEntryNotFoundError, OSError) as error:
+        raise ModelFilesError(
+            f"no folder {str(name)!r} here, no copy in the cache, and the Hugging Face hub cannot "
+            f"be reached"
+        ) from error
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json of a model folder.
+
+    Raises:
+        ModelFilesError: it is missing or is no JSON object.
+    """
+    return read_json(path / "config.json")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """An object from a JSON file.
+
+    Raises:
+        ModelFilesError: the file is missing or is no JSON object.
+    """
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelFilesError(f"{file} is missing") from None
+    except (OSError, ValueError) as error:
+        raise ModelFilesError(f"{file} is unreadable: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelFilesError(f"{file} holds no JSON object")
+    return value

@@ -1,0 +1,237 @@
+"""The decoder that every family shares, driven by a `ModelSpec`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxpaged.arrays.kv_pages import KVPagesSpec
+from jaxpaged.arrays.step_batch import StepBatch
+from jaxpaged.layers.attention import attention
+from jaxpaged.layers.embedding import Embedding
+from jaxpaged.layers.linear import Einsum
+from jaxpaged.layers.norm import RMSNorm, rms_normalize
+from jaxpaged.layers.rope import apply_rope, rope_tables
+from jaxpaged.models.spec import ModelSpec
+
+Params = Any  # nested dicts of arrays
+
+ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+}
+
+
+class Attention(nn.Module):
+    """Queries, keys and values; pages written, then read; heads mixed."""
+
+    spec: ModelSpec
+    window: int | None
+    dtype: Any
+    backend: str
+
+    def setup(self) -> None:
+        s = self.spec
+        K, G, H, D = s.num_kv_heads, s.queries_per_kv_head, s.head_dim, s.width
+        # A KV head's queries, key and value lie side by side: split over KV heads, every slice
+        # below stays on its device.
+        split = ("kv_heads", None, None)
+        self.qkv = Einsum("TD,DKXH->TKXH", (D, K, G + 2, H), (None, *split), s.qkv_bias, self.dtype)
+        self.o = Einsum("TKGH,KGHD->TD", (K, G, H, D), (*split, None), s.o_bias, self.dtype)
+        if s.qk_norm:
+            self.q_norm = RMSNorm(H, s.norm_eps, s.norm_plus_one, self.dtype)
+            self.k_norm = RMSNorm(H, s.norm_eps, s.norm_plus_one, self.dtype)
+
+    def __call__(
+        self,
+        x_TD: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        pages: jax.Array,
+        page_table_BM: jax.Array,
+        batch: StepBatch,
+    ) -> tuple[jax.Array, jax.Array]:
+        s = self.spec
+        T, K, G, H = x_TD.shape[0], s.num_kv_heads, s.queries_per_kv_head, s.head_dim
+        qkv_TKXH = self.qkv(x_TD)
+        qk_TKXH = qkv_TKXH[:, :, : G + 1]
+        if s.qk_norm:
+            factors = [self.q_norm.factor()] * G + [self.k_norm.factor()]
+            qk_TKXH = rms_normalize(qk_TKXH, s.norm_eps) * jnp.stack(factors)
+        qk_TKXH = apply_rope(qk_TKXH, *rope).astype(self.dtype)
+        out_TNH, pages = attention(
+            qk_TKXH[:, :, :G].reshape(T, K * G, H),
+            qk_TKXH[:, :, G],
+            qkv_TKXH[:, :, G + 1],
+            pages,
+            page_table_BM,
+            batch,
+            scale=s.attention_scale,
+            window=self.window,
+            softcap=s.attention_softcap,
+            backend=self.backend,
+        )
+        return self.o(out_TNH.reshape(T, K, G, H)), pages
+
+
+class MLP(nn.Module):
+    """down(activation(gate) * up)."""
+
+    spec: ModelSpec
+    dtype: Any
+
+    def setup(self) -> None:
+        D, F, bias = self.spec.width, self.spec.ffn, self.spec.mlp_bias
+        self.gate_up = Einsum("TD,DXF->TXF", (D, 2, F), (None, None, "ffn"), bias, self.dtype)
+        self.down = Einsum("TF,FD->TD", (F, D), ("ffn", None), bias, self.dtype)
+
+    def __call__(self, x_TD: jax.Array) -> jax.Array:
+        gate_up_TXF = self.gate_up(x_TD).astype(jnp.float32)
+        gate_TF = ACTIVATIONS[self.spec.activation](gate_up_TXF[:, 0])
+        return self.down((gate_TF * gate_up_TXF[:, 1]).astype(self.dtype))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each around a residual."""
+
+    spec: ModelSpec
+    window: int | None
+    dtype: Any
+    backend: str
+
+    def setup(self) -> None:
+        s = self.spec
+        norm = partial(RMSNorm, s.width, s.norm_eps, s.norm_plus_one, self.dtype)
+        self.attention = Attention(s, self.window, self.dtype, self.backend)
+        self.mlp = MLP(s, self.dtype)
+        self.attention_norm, self.mlp_norm = norm(), norm()
+        if s.post_norms:
+            self.attention_post_norm, self.mlp_post_norm = norm(), norm()
+
+    def __call__(
+        self,
+        x_TD: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        pages: jax.Array,
+        page_table_BM: jax.Array,
+        batch: StepBatch,
+    ) -> tuple[jax.Array, jax.Array]:
+        """(hidden, pages) after this layer; `rope` are the cos and sin tables of its kind."""
+        mixed_TD, pages = self.attention(
+            self.attention_norm(x_TD), rope, pages, page_table_BM, batch
+        )
+        if self.spec.post_norms:
+            mixed_TD = self.attention_post_norm(mixed_TD)
+        x_TD += mixed_TD
+        out_TD = self.mlp(self.mlp_norm(x_TD))
+        if self.spec.post_norms:
+            out_TD = self.mlp_post_norm(out_TD)
+        return x_TD + out_TD, pages
+
+
+# Layers that are built alike share one trace: tracing holds the GIL, and no cache saves it.
+SharedDecoderLayer = nn.jit(DecoderLayer)
+
+
+class Decoder(nn.Module):
+    """A pure function of parameters, a step's tokens and the KV pages.
+
+    Attributes:
+        spec: the family's sizes and switches.
+        kv: where each layer's keys and values lie.
+        dtype: of weights and activations.
+        backend: of attention; see `layers.attention`.
+    """
+
+    spec: ModelSpec
+    kv: KVPagesSpec
+    dtype: Any
+    backend: str = "xla"
+
+    def setup(self) -> None:
+        s = self.spec
+        self.embed = Embedding(s.vocab, s.width, self.dtype)
+        self.layers = [
+            SharedDecoderLayer(s, layer.window, self.dtype, self.backend) for layer in s.layers
+        ]
+        self.final_norm = RMSNorm(s.width, s.norm_eps, s.norm_plus_one, self.dtype)
+        if not s.tie_embeddings:
+            self.lm_head = Embedding(s.vocab, s.width, self.dtype)
+
+    def forward(
+        self, batch: StepBatch, last_token: jax.Array, kv_pages: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """Compute the step's tokens and write their keys and values.
+
+        Args:
+            batch: tokens, positions, page tables.
+            last_token: i32[slots], for tokens that the batch names by slot.
+            kv_pages: arrays of [P, 2, K, S, H], written in place where they are donated.
+
+        Returns:
+            The hidden states of `batch.row_R` after the final norm [R, D], and the pages.
+        """
+        token_T = batch.token_T
+        token_T = jnp.where(token_T < 0, last_token[-1 - token_T], token_T)
+        x_TD = self.embed(token_T)
+        if self.spec.embed_scale is not None:
+            x_TD *= jnp.asarray(self.spec.embed_scale, self.dtype)
+        kinds = dict.fromkeys(layer.rope for layer in self.spec.layers)
+        ropes = {rope: rope_tables(rope, batch.position_T) for rope in kinds}
+        pages = list(kv_pages)
+        for index, layer in enumerate(self.layers):
+            group, array = self.kv.place(index)
+            x_TD, pages[array] = layer(
+                x_TD,
+                ropes[self.spec.layers[index].rope],
+                pages[array],
+                batch.page_tables[group],
+                batch,
+            )
+        return self.final_norm(x_TD[batch.row_R]), tuple(pages)
+
+    def logits(self, hidden_RD: jax.Array) -> jax.Array:
+        """Float32 scores [R, V] of hidden states that `forward` returned."""
+        head = self.embed if self.spec.tie_embeddings else self.lm_head
+        logits_RV, cap = head.logits(hidden_RD), self.spec.final_softcap
+        return logits_RV if cap is None else cap * jnp.tanh(logits_RV / cap)
+
+    def __call__(
+        self, batch: StepBatch, last_token: jax.Array, kv_pages: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """`forward` and `logits` in one: ([R, V], pages)."""
+        hidden_RD, kv_pages = self.forward(batch, last_token, kv_pages)
+        return self.logits(hidden_RD), kv_pages
+
+
+def head_params(params: Params) -> Params:
+    """The part of the parameters that `logits` reads."""
+    name = "lm_head" if "lm_head" in params else "embed"
+    return {name: params[name]}
+
+
+def abstract_params(model: Decoder) -> Params:
+    """Shapes, dtypes and logical axes of the parameters; nothing is computed."""
+    kv, index = model.kv, jax.ShapeDtypeStruct((1,), jnp.int32)
+    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    batch = StepBatch(
+        token_T=index,
+        position_T=index,
+        seq_T=index,
+        query_start_B1=jax.ShapeDtypeStruct((2,), jnp.int32),
+        kv_len_B=index,
+        num_decodes=scalar,
+        num_seqs=scalar,
+        page_tables=(jax.ShapeDtypeStruct((1, 1), jnp.int32),) * len(kv.groups),
+        row_R=index,
+        decode_only=True,
+    )
+    variables = jax.eval_shape(
+        model.init, jax.random.key(0), batch, index, jax.eval_shape(kv.zeros)
+    )
+    return variables["params"]

@@ -1,0 +1,55 @@
+"""What a decoder model is made of: everything that `decoder.py` needs to know about a family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxpaged.layers.rope import RopeSpec
+
+
+class UnsupportedModelError(ValueError):
+    """A model that no family here can run; the message names what was found and what would do."""
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What may differ from layer to layer."""
+
+    window: int | None  # tokens a query sees, itself included; None: all
+    rope: RopeSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """Sizes and switches of a decoder. Hashable: part of the key of every compiled step."""
+
+    architecture: str  # as config.json spells it
+    dtype: str  # of the checkpoint: float32, bfloat16 or float16
+    vocab: int  # V
+    width: int  # D
+    ffn: int  # F
+    num_heads: int  # N
+    num_kv_heads: int  # K
+    head_dim: int  # H
+    layers: tuple[LayerSpec, ...]
+    max_position: int  # longest context the model was made for
+    eos_token_ids: tuple[int, ...]
+
+    attention_scale: float  # multiplies q·k
+    norm_eps: float
+    norm_plus_one: bool = False  # norms multiply by 1 + scale
+    activation: str = "silu"  # a key of decoder.ACTIVATIONS
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # queries and keys are normalised per head before RoPE
+    post_norms: bool = False  # attention and MLP outputs are normalised too
+    embed_scale: float | None = None  # embeddings are multiplied by this, rounded to their dtype
+    attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
+    final_softcap: float | None = None  # so do logits
+    tie_embeddings: bool = False  # the embedding table is the head as well
+
+    @property
+    def queries_per_kv_head(self) -> int:
+        """G."""
+        return self.num_heads // self.num_kv_heads
