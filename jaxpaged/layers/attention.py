@@ -1,0 +1,113 @@
+"""Paged attention as the models use it: write the step's keys and values, then attend.
+
+The one place that knows which implementation runs where. An implementation ("backend") is one
+entry of a table; models pass its name on and never look inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxpaged.arrays.step_batch import StepBatch
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.write_kv_pages import write_kv_pages
+
+
+@dataclass(frozen=True)
+class AttentionBackend:
+    """Implementations with the signatures of `write_kv_pages` and `paged_attention`."""
+
+    platforms: frozenset[str]  # jax.Device.platform values
+    write: Callable[..., jax.Array]
+    attend: Callable[..., jax.Array]
+
+
+# The first that serves a platform is what "auto" picks there.
+BACKENDS: dict[str, AttentionBackend] = {
+    "xla": AttentionBackend(frozenset({"cpu", "gpu", "tpu"}), write_kv_pages, paged_attention),
+}
+
+
+def attention_backend(requested: str, platform: str) -> str:
+    """Name of the backend that runs on `platform`; `requested` is a name or "auto".
+
+    Raises:
+        ValueError: no such backend, or it does not run there.
+    """
+    able = [name for name, backend in BACKENDS.items() if platform in backend.platforms]
+    if requested == "auto" and able:
+        return able[0]
+    if requested not in able:
+        raise ValueError(
+            f"attention backend {requested!r} does not run on {platform}: "
+            f"choose from {', '.join(['auto', *able])}"
+        )
+    return requested
+
+
+@struct.dataclass
+class WritePlaces:
+    """Where the step's tokens go in the pages of one KV group."""
+
+    page_T: jax.Array  # int32; padding goes to page 0, the null page
+    slot_T: jax.Array  # int32
+
+
+def write_places(batch: StepBatch, group: int, page_size: int) -> WritePlaces:
+    """Compute, once a step for each KV group, where its tokens' keys and values go."""
+    T, B = batch.token_T.shape[0], batch.kv_len_B.shape[0]
+    column_T = batch.position_T // page_size
+    page_T = batch.page_tables[group][batch.seq_T, column_T]
+    live_T = jnp.arange(T) < batch.query_start_B1[B]
+    return WritePlaces(jnp.where(live_T, page_T, 0), batch.position_T % page_size)
+
+
+def attend(
+    q_TNH: jax.Array,
+    k_TKH: jax.Array,
+    v_TKH: jax.Array,
+    pages_P2KSH: jax.Array,
+    batch: StepBatch,
+    group: int,
+    places: WritePlaces,
+    *,
+    backend: str,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Causal self-attention of one layer over its KV group's pages.
+
+    Args:
+        q_TNH, k_TKH, v_TKH: the step's queries, keys and values, positions already applied.
+        pages_P2KSH: this layer's array of the pool.
+        batch: the step.
+        group: KV group of the layer: `KVPagesSpec.place(layer)[0]`.
+        places: `write_places(batch, group, page_size)`.
+        backend: a name from `attention_backend`.
+        scale, window, softcap: as `pallas_kernels.paged_attention.paged_attention`.
+
+    Returns:
+        [T, N, H] attention output (0 for padding) and the pages, updated in place if donated.
+    """
+    ops = BACKENDS[backend]
+    pages_P2KSH = ops.write(k_TKH, v_TKH, pages_P2KSH, places.page_T, places.slot_T)
+    out_TNH = ops.attend(
+        q_TNH,
+        pages_P2KSH,
+        batch.page_tables[group],
+        query_start_B1=batch.query_start_B1,
+        kv_len_B=batch.kv_len_B,
+        num_decodes=batch.num_decodes,
+        num_seqs=batch.num_seqs,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        decode_only=batch.decode_only,
+    )
+    return out_TNH, pages_P2KSH

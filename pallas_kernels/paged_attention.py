@@ -1,0 +1,271 @@
+"""Attention over paged keys and values in plain XLA: runs on every platform.
+
+The work is proportional to the live tokens: loops with dynamic trip counts run over groups of
+decoding sequences, over tiles of prefill rows, and over the blocks of keys that these can see.
+Both kinds of work are units of the same shape of problem, "rows at known positions of one
+sequence", and share one online softmax. Blocks lie at fixed places of their sequence and are
+folded in index order in float32, and a block that a row cannot see changes no bit of it, so
+results do not depend on the neighbours in a group.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+BLOCK = 128  # keys folded at once (a whole page if pages are larger)
+DECODE_GROUP = 8  # decoding sequences served together
+TILE = 64  # prefill rows served together
+MASKED = -1e30  # score of a key that a row cannot see; finite, so that no row becomes NaN
+
+
+class _Softmax(NamedTuple):
+    """Running softmax of U units' rows."""
+
+    max_UKR: jax.Array
+    sum_UKR: jax.Array
+    out_UKRH: jax.Array
+
+
+def paged_attention(
+    q_TNH: jax.Array,
+    pages_P2KSH: jax.Array,
+    page_table_BM: jax.Array,
+    *,
+    query_start_B1: jax.Array,
+    kv_len_B: jax.Array,
+    num_decodes: jax.Array,
+    num_seqs: jax.Array,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    decode_only: bool = False,
+) -> jax.Array:
+    """Causal attention of every query token to its own sequence's pages.
+
+    The queries of sequence b are rows `query_start_B1[b]` to `query_start_B1[b + 1]`, its last
+    `kv_len_B[b]` tokens' last ones; their own keys and values are already in the pages.
+
+    Args:
+        q_TNH: queries of all sequences, flat. Head n belongs to KV head n // (N / K).
+        pages_P2KSH: the pool, keys at 0 and values at 1; float32, bfloat16 or float16.
+        page_table_BM: int32 pages of each sequence in order of position. Entries that no query
+            can see (beyond the length, before the window) may be anything inside the pool.
+        query_start_B1: int32, rising.
+        kv_len_B: int32, the queries included; 0 for padding.
+        num_decodes: int32 scalar, leading sequences that have exactly one query, b in row b.
+        num_seqs: int32 scalar, sequences in use; they come first.
+        scale: factor of the scores.
+        window: tokens a query sees, itself included; None: all.
+        softcap: scores become softcap * tanh(score / softcap); None: they stay.
+        decode_only: promises num_decodes == num_seqs; the prefill part is left out.
+
+    Returns:
+        [T, N, H] in the queries' dtype; rows that belong to no sequence are 0.
+    """
+    attend = _Attend(pages_P2KSH, scale, window, softcap)
+    out_TNH = _decode(attend, q_TNH, page_table_BM, kv_len_B, num_decodes)
+    if decode_only:
+        return out_TNH
+    return _prefill(
+        attend, q_TNH, out_TNH, page_table_BM, query_start_B1, kv_len_B, num_decodes, num_seqs
+    )
+
+
+def _decode(
+    attend: _Attend,
+    q_TNH: jax.Array,
+    page_table_BM: jax.Array,
+    kv_len_B: jax.Array,
+    num_decodes: jax.Array,
+) -> jax.Array:
+    """Rows 0 to num_decodes; the others are 0. Groups have similar lengths: longest first."""
+    B = kv_len_B.shape[0]
+    _, N, H = q_TNH.shape
+    U = min(DECODE_GROUP, B)
+    len_B = jnp.where(jnp.arange(B) < num_decodes, kv_len_B, 0)
+    order_B = jnp.argsort(-len_B)
+
+    def group(g: jax.Array, out_TNH: jax.Array) -> jax.Array:
+        # The last group may reach back into the one before; its rows come out the same again.
+        seq_U = lax.dynamic_slice_in_dim(order_B, g * U, U)
+        out_UKRH = attend(
+            q_TNH[seq_U].reshape(U, attend.K, N // attend.K, H),
+            len_B[seq_U][:, None] - 1,
+            page_table_BM[seq_U],
+        )
+        return out_TNH.at[seq_U].set(out_UKRH.reshape(U, N, H).astype(out_TNH.dtype))
+
+    return lax.fori_loop(0, lax.div(num_decodes + (U - 1), U), group, jnp.zeros_like(q_TNH))
+
+
+def _prefill(
+    attend: _Attend,
+    q_TNH: jax.Array,
+    out_TNH: jax.Array,
+    page_table_BM: jax.Array,
+    query_start_B1: jax.Array,
+    kv_len_B: jax.Array,
+    num_decodes: jax.Array,
+    num_seqs: jax.Array,
+) -> jax.Array:
+    """Fill in the rows of sequences num_decodes to num_seqs."""
+    B = kv_len_B.shape[0]
+    T, N, H = q_TNH.shape
+    Q, K = min(TILE, T), attend.K
+    G = N // K
+    seq_B = jnp.arange(B)
+    queries_B = jnp.diff(query_start_B1)
+    tiles_B = jnp.where(
+        (seq_B >= num_decodes) & (seq_B < num_seqs), lax.div(queries_B + (Q - 1), Q), 0
+    )
+    tile_end_B = jnp.cumsum(tiles_B)
+
+    def tile(i: jax.Array, out_TNH: jax.Array) -> jax.Array:
+        b = jnp.searchsorted(tile_end_B, i, side="right")
+        start = query_start_B1[b] + (i - (tile_end_B[b] - tiles_B[b])) * Q
+        end = jnp.minimum(start + Q, query_start_B1[b + 1])
+        # Near the end of the batch the Q rows read begin before the tile.
+        first = jnp.minimum(start, T - Q)
+        row_Q = first + jnp.arange(Q)
+        live_Q = (row_Q >= start) & (row_Q < end)
+        position_Q = jnp.where(live_Q, kv_len_B[b] - query_start_B1[b + 1] + row_Q, -1)
+        q_QNH = lax.dynamic_slice_in_dim(q_TNH, first, Q)
+        out_UKRH = attend(
+            q_QNH.reshape(Q, K, G, H).transpose(1, 2, 0, 3).reshape(1, K, G * Q, H),
+            jnp.tile(position_Q, G)[None],
+            page_table_BM[b][None],
+        )
+        new_QNH = out_UKRH.reshape(K, G, Q, H).transpose(2, 0, 1, 3).reshape(Q, N, H)
+        old_QNH = lax.dynamic_slice_in_dim(out_TNH, first, Q)
+        merged_QNH = jnp.where(live_Q[:, None, None], new_QNH.astype(old_QNH.dtype), old_QNH)
+        return lax.dynamic_update_slice_in_dim(out_TNH, merged_QNH, first, 0)
+
+    return lax.fori_loop(0, tile_end_B[-1], tile, out_TNH)
+
+
+class _Attend:
+    """Attention of U units, each with R rows of one sequence, to that sequence's pages."""
+
+    def __init__(
+        self, pages_P2KSH: jax.Array, scale: float, window: int | None, softcap: float | None
+    ) -> None:
+        self.pages_P2KSH = pages_P2KSH
+        self.scale, self.window, self.softcap = scale, window, softcap
+        _, _, self.K, self.S, self.H = pages_P2KSH.shape
+        self.pages_per_block = max(1, BLOCK // self.S)
+        self.precision = lax.Precision.HIGHEST if pages_P2KSH.dtype == jnp.float32 else None
+
+    def __call__(
+        self, q_UKRH: jax.Array, position_UR: jax.Array, page_table_UM: jax.Array
+    ) -> jax.Array:
+        """float32[U, K, R, H]; `position_UR` is -1 for rows that see nothing and come out 0."""
+        U, K, R, H = q_UKRH.shape
+        q_UKRH = q_UKRH.astype(self.pages_P2KSH.dtype)
+        C = self.pages_per_block * self.S
+        last_U = position_UR.max(axis=1)
+        first_UR = jnp.zeros_like(position_UR)
+        if self.window is not None:
+            first_UR = jnp.maximum(position_UR - (self.window - 1), 0)
+        seen_first_UR = jnp.where(position_UR < 0, jnp.iinfo(jnp.int32).max, first_UR)
+        first_U = seen_first_UR.min(axis=1)
+
+        def fold(i: jax.Array, state: _Softmax) -> _Softmax:
+            key_C = i * C + jnp.arange(C)
+            # Values that no row sees may be anything, NaN included.
+            read_UC = (key_C >= first_U[:, None]) & (key_C <= last_U[:, None])
+            k_UKCH, v_UKCH = self._read(page_table_UM, i)
+            v_UKCH = jnp.where(read_UC[:, None, :, None], v_UKCH, 0)
+            sees_URC = (key_C >= first_UR[:, :, None]) & (key_C <= position_UR[:, :, None])
+            return self._fold(state, q_UKRH, k_UKCH, v_UKCH, sees_URC[:, None])
+
+        state = _Softmax(
+            jnp.full((U, K, R), MASKED, jnp.float32),
+            jnp.zeros((U, K, R), jnp.float32),
+            jnp.zeros((U, K, R, H), jnp.float32),
+        )
+        state = lax.fori_loop(lax.div(first_U.min(), C), lax.div(last_U.max() + C, C), fold, state)
+        return state.out_UKRH / jnp.maximum(state.sum_UKR, 1e-30)[..., None]
+
+    def _read(self, page_table_UM: jax.Array, block: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of a block: [U, K, C, H] each."""
+        U, M = page_table_UM.shape
+        column_X = block * self.pages_per_block + jnp.arange(self.pages_per_block)
+        page_UX = page_table_UM[:, jnp.minimum(column_X, M - 1)]
+        kv_UX2KSH = self.pages_P2KSH[page_UX]
+        kv_2UKXSH = kv_UX2KSH.transpose(2, 0, 3, 1, 4, 5)
+        kv_2UKCH = kv_2UKXSH.reshape(2, U, self.K, self.pages_per_block * self.S, self.H)
+        return kv_2UKCH[0], kv_2UKCH[1]
+
+    def _fold(
+        self,
+        state: _Softmax,
+        q_UKRH: jax.Array,
+        k_UKCH: jax.Array,
+        v_UKCH: jax.Array,
+        sees_U1RC: jax.Array,
+    ) -> _Softmax:
+        """Add one block of keys to the running softmax."""
+        score_UKRC = self.scale * jnp.einsum(
+            "ukrh,ukch->ukrc", q_UKRH, k_UKCH,
+            precision=self.precision, preferred_element_type=jnp.float32,
+        )
+        if self.softcap is not None:
+            score_UKRC = self.softcap * jnp.tanh(score_UKRC / self.softcap)
+        score_UKRC = jnp.where(sees_U1RC, score_UKRC, MASKED)
+        max_UKR = jnp.maximum(state.max_UKR, score_UKRC.max(axis=-1))
+        # exp(MASKED - MASKED) is 1, hence the second where.
+        weight_UKRC = jnp.where(sees_U1RC, jnp.exp(score_UKRC - max_UKR[..., None]), 0)
+        decay_UKR = jnp.exp(state.max_UKR - max_UKR)
+        new_UKRH = jnp.einsum(
+            "ukrc,ukch->ukrh", weight_UKRC.astype(v_UKCH.dtype), v_UKCH,
+            precision=self.precision, preferred_element_type=jnp.float32,
+        )
+        return _Softmax(
+            max_UKR,
+            state.sum_UKR * decay_UKR + weight_UKRC.sum(axis=-1),
+            state.out_UKRH * decay_UKR[..., None] + new_UKRH,
+        )
+
+
+def paged_attention_reference(
+    q_TNH: jax.Array,
+    pages_P2KSH: jax.Array,
+    page_table_BM: jax.Array,
+    *,
+    query_start_B1: jax.Array,
+    kv_len_B: jax.Array,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> jax.Array:
+    """The definition, one row at a time over a gathered sequence, in float32: for tests."""
+    T, N, H = q_TNH.shape
+    _, _, K, S, _ = pages_P2KSH.shape
+    C = page_table_BM.shape[1] * S
+
+    def row(t: jax.Array, b: jax.Array) -> jax.Array:
+        position = kv_len_B[b] - query_start_B1[b + 1] + t
+        kv_2KCH = pages_P2KSH[page_table_BM[b]].transpose(1, 2, 0, 3, 4).reshape(2, K, C, H)
+        k_KCH, v_KCH = kv_2KCH.astype(jnp.float32)
+        q_KGH = q_TNH[t].reshape(K, N // K, H).astype(jnp.float32)
+        score_KGC = scale * jnp.einsum("kgh,kch->kgc", q_KGH, k_KCH, precision="highest")
+        if softcap is not None:
+            score_KGC = softcap * jnp.tanh(score_KGC / softcap)
+        key_C = jnp.arange(C)
+        seen_C = key_C <= position
+        if window is not None:
+            seen_C &= key_C > position - window
+        weight_KGC = jax.nn.softmax(jnp.where(seen_C, score_KGC, -jnp.inf), axis=-1)
+        v_KCH = jnp.where(seen_C[:, None], v_KCH, 0)
+        out_KGH = jnp.einsum("kgc,kch->kgh", weight_KGC, v_KCH, precision="highest")
+        live = (t < query_start_B1[-1]) & (position >= 0)
+        return jnp.where(live, out_KGH.reshape(N, H), 0)
+
+    row_T = jnp.arange(T)
+    seq_T = jnp.searchsorted(query_start_B1, row_T, side="right") - 1
+    seq_T = jnp.minimum(seq_T, kv_len_B.shape[0] - 1)
+    return lax.map(lambda args: row(*args), (row_T, seq_T)).astype(q_TNH.dtype)
