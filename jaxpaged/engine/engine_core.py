@@ -56,7 +56,7 @@ class EngineCore:
         self._pending: InFlight | None = None  # dispatched, not yet collected
         self._outputs: list[SequenceOutput] = []  # news for the front end
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
-        self._announced: set[str] = set()  # requests whose admission was told
+        self._admitted_at: dict[str, float] = {}  # time.time() of a request's first admission
         self._late_at_ready = self._runner.executables.late_compilations
         self._iteration_tokens = self._bucket_tokens = 0
         self._step_seconds = self._host_gap = 0.0
@@ -145,7 +145,9 @@ class EngineCore:
     def step(self) -> list[SequenceOutput]:
         """Dispatch the next step, then take what the one before it sampled."""
         scheduled = self._scheduler.schedule()
-        self._log_preemptions(scheduled)
+        for sequence in scheduled.admitted:
+            if sequence.index == 0 and len(sequence.token_ids) == sequence.prompt_len:
+                self._admitted_at.setdefault(sequence.request.request_id, time.time())
         in_flight = None
         if scheduled.sequences:
             self._dispatch_forward(scheduled)
@@ -162,7 +164,7 @@ class EngineCore:
     def _dispatch_forward(self, scheduled: SchedulerOutput) -> None:
         begin = time.perf_counter()
         device_waits = self._pending is not None and self._pending.is_ready()
-        self._bucket_tokens = self._runner.forward(scheduled)
+        self._bucket_tokens = self._runner.forward(scheduled).num_tokens
         self._host_gap = time.perf_counter() - begin if device_waits else 0.0
         self._iteration_tokens = scheduled.num_tokens
 
@@ -201,25 +203,18 @@ class EngineCore:
             entries.append(_logprobs(result, row, token_id, request.params.prompt_logprobs))
 
     def _tell_once(self, sequence: SequenceState, output: SequenceOutput) -> None:
-        """Add to a request's first output what is said once."""
+        """Add to the first output of choice 0 what is said once a request."""
         request = sequence.request
-        if sequence.num_output_tokens != 1:
+        if sequence.index != 0 or len(sequence.token_ids) != sequence.prompt_len + 1:
             return
         output.num_cached_tokens = sequence.num_cached_tokens
-        output.scheduled_time = sequence.scheduled_time
-        if sequence.index == 0 and request.params.prompt_logprobs is not None:
+        output.scheduled_time = self._admitted_at.pop(request.request_id)
+        if request.params.prompt_logprobs is not None:
             output.prompt_logprobs = self._prompt_logprobs.pop(request.request_id, [None])
 
     def _forget(self, request_id: str) -> None:
         self._prompt_logprobs.pop(request_id, None)
-
-    def _log_preemptions(self, scheduled: SchedulerOutput) -> None:
-        for sequence in scheduled.preempted:
-            log.warning(
-                "request %s choice %d preempted (mode RECOMPUTE): no free pages; %d preemptions so "
-                "far",
-                sequence.request.request_id, sequence.index, self._scheduler.num_preemptions,
-            )  # fmt: skip
+        self._admitted_at.pop(request_id, None)
 
     def stats(self) -> EngineStats:
         """Gauges and counters as they stand."""
@@ -227,7 +222,7 @@ class EngineCore:
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
-            kv_cache_usage=scheduler.kv_cache_usage,
+            kv_cache_usage=scheduler.pages.pool.usage,
             num_preemptions=scheduler.num_preemptions,
             prefix_cache_queries=scheduler.prefix_cache_queries,
             prefix_cache_hits=scheduler.prefix_cache_hits,

@@ -66,8 +66,8 @@ class SequenceOutput(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, the first entry None
     finish_reason: str | None = None  # stop, length, abort or error
     stop_reason: int | None = None  # the id of stop_token_ids that ended it
-    num_cached_tokens: int = 0  # prompt tokens served by the prefix cache
-    scheduled_time: float | None = None  # time.time() of the first admission, once
+    num_cached_tokens: int = 0  # prompt tokens served by the prefix cache; with the first of choice 0
+    scheduled_time: float | None = None  # time.time() of the first admission; likewise
     error: str | None = None  # with finish_reason error
     error_code: int = 500  # 503: queue full
 

@@ -156,7 +156,7 @@ class BatchBuilder:
             return None
         slots = np.fromiter((item.slot for item in sampled), np.int64, len(sampled))
         variant = self._slots.variant(sampled, bool(prompt_rows))
-        num_rows = self._buckets.fit_rows(count, variant)
+        num_rows = self._buckets.fit_rows(count)
         buffer, views = self._shapes.sample_packing(num_rows, variant).host()
         views["slot_R"][:] = self._shapes.null_slot
         views["slot_R"][: len(sampled)] = slots

@@ -6,7 +6,6 @@ import functools
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +14,13 @@ import numpy as np
 from jaxpaged.core.buckets import Bucket
 from jaxpaged.core.scheduler import SchedulerOutput
 from jaxpaged.core.sequence import SequenceState
+from jaxpaged.models.decoder import Decoder, Params, head_params
 from jaxpaged.runtime import sampler
 from jaxpaged.runtime.batch_builder import TABLE_UPDATES, BatchBuilder, PromptRow
 from jaxpaged.runtime.compilation import Executables, Program, abstract
 from jaxpaged.runtime.plan import EnginePlan
 from jaxpaged.runtime.slot_table import VARIANTS, SlotTable, has_penalties
-from jaxpaged.runtime.step import Params, forward, sample, update_page_tables, zero_state
+from jaxpaged.runtime.step import forward, sample, update_page_tables, zero_state
 
 PENALTY_PIECE = 2048  # token ids that one call adds to a slot's counts
 
@@ -54,10 +54,10 @@ class ModelRunner:
     """Owns weights, state and executables of one model on one mesh."""
 
     def __init__(
-        self, model: Any, params: Params, head_params: Params, plan: EnginePlan, max_logprobs: int
+        self, model: Decoder, params: Params, plan: EnginePlan, max_logprobs: int
     ) -> None:
         self.plan = plan
-        self._model, self._params, self._head_params = model, params, head_params
+        self._model, self._params, self._head_params = model, params, head_params(params)
         self._max_logprobs = max_logprobs
         self._shapes = plan.shapes
         self._slots = SlotTable(plan.max_num_seqs, plan.vocab)
@@ -72,9 +72,7 @@ class ModelRunner:
         """Every executable that a step may need, the largest first (they compile longest)."""
         buckets = self.plan.buckets
         keys: list[Hashable] = [("forward", bucket) for bucket in reversed(buckets.forward)]
-        keys += [
-            ("sample", rows, variant) for variant in VARIANTS for rows in buckets.rows_of(variant)
-        ]
+        keys += [("sample", rows, variant) for variant in VARIANTS for rows in buckets.rows]
         return [*keys, ("tables",), ("penalties",)]
 
     def _program(self, key: Hashable) -> Program:
@@ -115,6 +113,11 @@ class ModelRunner:
                 )
         raise KeyError(key)
 
+    def largest_keys(self) -> list[Hashable]:
+        """The executables that may need the most scratch memory."""
+        buckets = self.plan.buckets
+        return [("forward", buckets.forward[-1]), ("sample", buckets.rows[-1], "full")]
+
     def compile_all(self) -> None:
         self.executables.compile_all(self.keys())
 
@@ -130,8 +133,8 @@ class ModelRunner:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def forward(self, scheduled: SchedulerOutput) -> None:
-        """Dispatch the forward pass of a step; returns at once."""
+    def forward(self, scheduled: SchedulerOutput) -> Bucket:
+        """Dispatch the forward pass of a step; returns its bucket at once."""
         self._builder.admit(scheduled.admitted)
         self._slots.admit(scheduled.admitted)
         for sequence in scheduled.admitted:
@@ -142,6 +145,7 @@ class ModelRunner:
             tables = self.executables["tables",](self._state.page_tables, index_X, page_X)
             self._state = self._state.replace(page_tables=tables)
         self._run_forward(step.bucket, step.packed)
+        return step.bucket
 
     def _run_forward(self, bucket: Bucket, packed: np.ndarray) -> None:
         self._state = self.executables["forward", bucket](self._params, self._state, packed)

@@ -13,7 +13,7 @@ from jaxpaged import model_files
 from jaxpaged.config import EngineConfig
 from jaxpaged.layers.attention import attention_backend
 from jaxpaged.models import load_spec
-from jaxpaged.models.decoder import Decoder
+from jaxpaged.models.decoder import Decoder, Params
 from jaxpaged.runtime import weights
 from jaxpaged.runtime.compilation import enable_compile_cache
 from jaxpaged.runtime.memory import page_budget
@@ -29,6 +29,7 @@ PROBE_PAGES = 64  # pool size while the temporaries of the largest step are meas
 class Started:
     runner: ModelRunner
     backend: str  # attention backend in use
+    platform: str
     dtype: str
     seconds: dict[str, float]
 
@@ -66,15 +67,15 @@ def start_runner(config: EngineConfig, *, serving: bool) -> Started:
         # A CPU has nothing to load: one small step tells that everything runs.
         runner.warm_up(plan.buckets.forward[:1] if device.platform == "cpu" else plan.buckets.forward)
     seconds["warmup"] = time.perf_counter() - start
-    return Started(runner, backend, jnp.dtype(dtype).name, seconds)
+    return Started(runner, backend, device.platform, jnp.dtype(dtype).name, seconds)
 
 
-def _runner(config: EngineConfig, plan: EnginePlan, model: Decoder, params: weights.Params) -> ModelRunner:
+def _runner(config: EngineConfig, plan: EnginePlan, model: Decoder, params: Params) -> ModelRunner:
     return ModelRunner(model, params, plan, config.max_logprobs)
 
 
 def _size_pool(
-    config: EngineConfig, plan: EnginePlan, model: Decoder, params: weights.Params, device: jax.Device
+    config: EngineConfig, plan: EnginePlan, model: Decoder, params: Params, device: jax.Device
 ) -> EnginePlan:
     """Give the pool what memory is left beside weights and the largest step."""
     temporary = step_input = 0

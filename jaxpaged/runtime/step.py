@@ -8,7 +8,6 @@ state is donated, so pages, tables and tokens are updated in place.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +15,9 @@ from flax import struct
 
 from jaxpaged.arrays.step_batch import StepBatch
 from jaxpaged.core.buckets import Bucket
+from jaxpaged.models.decoder import Decoder, Params
 from jaxpaged.runtime import sampler
 from jaxpaged.runtime.packing import Packing
-
-Params = Any  # the pytree of a model's weights
-
 
 @struct.dataclass
 class EngineState:
@@ -98,7 +95,7 @@ def update_page_tables(page_tables: jax.Array, index_X: jax.Array, page_X: jax.A
 
 
 def forward(
-    model: Any, shapes: StepShapes, bucket: Bucket, params: Params, state: EngineState, packed: jax.Array
+    model: Decoder, shapes: StepShapes, bucket: Bucket, params: Params, state: EngineState, packed: jax.Array
 ) -> EngineState:
     """Compute one bucket of tokens: write their pages, leave the sampled rows in `hidden_RD`."""
     arrays = shapes.forward_packing(bucket).unpack(packed)
@@ -123,7 +120,7 @@ def forward(
 
 
 def sample(
-    model: Any,
+    model: Decoder,
     shapes: StepShapes,
     num_rows: int,
     variant: str,
