@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-PATTERNS = ("*.safetensors", "*.json", "tokenizer*", "*.jinja")
+PATTERNS = ["*.safetensors", "*.json", "tokenizer*", "*.jinja"]
 
 
 class ModelFilesError(OSError):

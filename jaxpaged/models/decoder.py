@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxpaged.arrays.kv_pages import KVPagesSpec
 from jaxpaged.arrays.step_batch import StepBatch
-from jaxpaged.layers.attention import attention
+from jaxpaged.layers.attention import WritePlaces, attend, write_places
 from jaxpaged.layers.embedding import Embedding
 from jaxpaged.layers.linear import Einsum
 from jaxpaged.layers.norm import RMSNorm, rms_normalize
@@ -53,8 +53,8 @@ class Attention(nn.Module):
         x_TD: jax.Array,
         rope: tuple[jax.Array, jax.Array],
         pages: jax.Array,
-        page_table_BM: jax.Array,
         batch: StepBatch,
+        places: WritePlaces,
     ) -> tuple[jax.Array, jax.Array]:
         s = self.spec
         T, K, G, H = x_TD.shape[0], s.num_kv_heads, s.queries_per_kv_head, s.head_dim
@@ -64,17 +64,18 @@ class Attention(nn.Module):
             factors = [self.q_norm.factor()] * G + [self.k_norm.factor()]
             qk_TKXH = rms_normalize(qk_TKXH, s.norm_eps) * jnp.stack(factors)
         qk_TKXH = apply_rope(qk_TKXH, *rope).astype(self.dtype)
-        out_TNH, pages = attention(
+        out_TNH, pages = attend(
             qk_TKXH[:, :, :G].reshape(T, K * G, H),
             qk_TKXH[:, :, G],
             qkv_TKXH[:, :, G + 1],
             pages,
-            page_table_BM,
             batch,
+            0,
+            places,
+            backend=self.backend,
             scale=s.attention_scale,
             window=self.window,
             softcap=s.attention_softcap,
-            backend=self.backend,
         )
         return self.o(out_TNH.reshape(T, K, G, H)), pages
 
@@ -118,13 +119,19 @@ class DecoderLayer(nn.Module):
         x_TD: jax.Array,
         rope: tuple[jax.Array, jax.Array],
         pages: jax.Array,
-        page_table_BM: jax.Array,
         batch: StepBatch,
+        places: WritePlaces,
     ) -> tuple[jax.Array, jax.Array]:
-        """(hidden, pages) after this layer; `rope` are the cos and sin tables of its kind."""
-        mixed_TD, pages = self.attention(
-            self.attention_norm(x_TD), rope, pages, page_table_BM, batch
-        )
+        """Hidden states and pages after this layer.
+
+        Args:
+            rope: cos and sin tables of the layer's kind.
+            pages: [P, 2, K, S, H], this layer's array of the pool.
+            batch: the step, with the page table of the layer's KV group alone, so that layers of
+                different groups are alike.
+            places: where the step's tokens go in that group's pages.
+        """
+        mixed_TD, pages = self.attention(self.attention_norm(x_TD), rope, pages, batch, places)
         if self.spec.post_norms:
             mixed_TD = self.attention_post_norm(mixed_TD)
         x_TD += mixed_TD
@@ -183,16 +190,18 @@ class Decoder(nn.Module):
             x_TD *= jnp.asarray(self.spec.embed_scale, self.dtype)
         kinds = dict.fromkeys(layer.rope for layer in self.spec.layers)
         ropes = {rope: rope_tables(rope, batch.position_T) for rope in kinds}
+        groups = [
+            (
+                batch.replace(page_tables=(table_BM,)),
+                write_places(batch, group, self.kv.page_size),
+            )
+            for group, table_BM in enumerate(batch.page_tables)
+        ]
         pages = list(kv_pages)
         for index, layer in enumerate(self.layers):
             group, array = self.kv.place(index)
-            x_TD, pages[array] = layer(
-                x_TD,
-                ropes[self.spec.layers[index].rope],
-                pages[array],
-                batch.page_tables[group],
-                batch,
-            )
+            rope = ropes[self.spec.layers[index].rope]
+            x_TD, pages[array] = layer(x_TD, rope, pages[array], *groups[group])
         return self.final_norm(x_TD[batch.row_R]), tuple(pages)
 
     def logits(self, hidden_RD: jax.Array) -> jax.Array:
@@ -217,21 +226,18 @@ def head_params(params: Params) -> Params:
 
 def abstract_params(model: Decoder) -> Params:
     """Shapes, dtypes and logical axes of the parameters; nothing is computed."""
-    kv, index = model.kv, jax.ShapeDtypeStruct((1,), jnp.int32)
-    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    one = jnp.zeros((1,), jnp.int32)
     batch = StepBatch(
-        token_T=index,
-        position_T=index,
-        seq_T=index,
-        query_start_B1=jax.ShapeDtypeStruct((2,), jnp.int32),
-        kv_len_B=index,
-        num_decodes=scalar,
-        num_seqs=scalar,
-        page_tables=(jax.ShapeDtypeStruct((1, 1), jnp.int32),) * len(kv.groups),
-        row_R=index,
+        token_T=one,
+        position_T=one,
+        seq_T=one,
+        query_start_B1=jnp.zeros((2,), jnp.int32),
+        kv_len_B=one,
+        num_decodes=one[0],
+        num_seqs=one[0],
+        page_tables=(one[None],) * len(model.kv.groups),
+        row_R=one,
         decode_only=True,
     )
-    variables = jax.eval_shape(
-        model.init, jax.random.key(0), batch, index, jax.eval_shape(kv.zeros)
-    )
-    return variables["params"]
+    kv_pages = jax.eval_shape(model.kv.zeros)
+    return jax.eval_shape(model.init, jax.random.key(0), batch, one, kv_pages)["params"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -10,39 +11,42 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpaged.parallel.mesh import MODEL
 
-# Everything unnamed is whole on every device.
-RULES = (("kv_heads", MODEL), ("ffn", MODEL), ("vocab", MODEL))
+# Axes not named here are whole on every device.
+RULES = {"kv_heads": MODEL, "ffn": MODEL, "vocab": MODEL}
 
 KV_PAGES_AXES = (None, None, "kv_heads", None, None)  # [P, 2, K, S, H]
 
 
-def param_shardings(abstract_params: Any, mesh: Mesh) -> Any:
+def partition(logical_axes: Sequence[str | None]) -> PartitionSpec:
+    """Mesh axes of an array whose axes have these logical names."""
+    return PartitionSpec(*(RULES.get(axis) if axis else None for axis in logical_axes))
+
+
+def param_shardings(boxed_params: Any, mesh: Mesh) -> Any:
     """A sharding for every leaf of `models.decoder.abstract_params`.
 
     Raises:
-        ValueError: an axis that is to be split does not divide by the mesh axis.
+        ValueError: an axis that is to be split does not divide by its mesh axis.
     """
-    specs = nn.get_partition_spec(abstract_params)
-    shapes = nn.meta.unbox(abstract_params)
 
-    def sharding(path: Any, logical: PartitionSpec, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        spec = PartitionSpec(*nn.logical_to_mesh_axes(logical, RULES))
-        for size, name, axis in zip(leaf.shape, logical, spec, strict=False):
+    def sharding(path: Any, leaf: nn.LogicallyPartitioned) -> NamedSharding:
+        spec = partition(leaf.names)
+        for size, name, axis in zip(leaf.value.shape, leaf.names, spec, strict=True):
             if axis is not None and size % mesh.shape[axis]:
+                where = jax.tree_util.keystr(path, simple=True, separator="/")
                 raise ValueError(
-                    f"{name} {size} does not divide by {mesh.shape[axis]} devices "
-                    f"({jax.tree_util.keystr(path, simple=True, separator='/')})"
+                    f"{name} ({size}) of {where} does not divide by {mesh.shape[axis]} devices"
                 )
         return NamedSharding(mesh, spec)
 
     return jax.tree_util.tree_map_with_path(
-        sharding, specs, shapes, is_leaf=lambda x: isinstance(x, PartitionSpec)
+        sharding, boxed_params, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned)
     )
 
 
 def kv_pages_sharding(mesh: Mesh) -> NamedSharding:
     """Of each [P, 2, K, S, H] array: a device holds the heads whose queries it computes."""
-    return NamedSharding(mesh, PartitionSpec(*nn.logical_to_mesh_axes(KV_PAGES_AXES, RULES)))
+    return NamedSharding(mesh, partition(KV_PAGES_AXES))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -13,6 +13,7 @@ from jaxpaged.arrays.kv_pages import KVPagesSpec, group_layers
 from jaxpaged.model_files import ModelFilesError, read_config
 from jaxpaged.models import load_spec
 from jaxpaged.models.decoder import Decoder
+from jaxpaged.parallel.mesh import make_mesh
 from jaxpaged.runtime.safetensor_files import INDEX_FILE
 from jaxpaged.runtime.weights import ORBAX_FOLDER, load_params
 
@@ -34,11 +35,11 @@ def convert(model_dir: Path, out_dir: Path, *, progress: bool = True) -> None:
     dtype = jnp.dtype(spec.dtype)
     windows = tuple(layer.window for layer in spec.layers)
     kv = KVPagesSpec(group_layers(windows), 1, 1, spec.num_kv_heads, spec.head_dim, dtype)
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        params = load_params(model_dir, Decoder(spec, kv, dtype), progress=progress)
-        out_dir.mkdir(parents=True, exist_ok=True)
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(target, params)
+    host = make_mesh(devices=jax.local_devices(backend="cpu"))
+    params = load_params(model_dir, Decoder(spec, kv, dtype), mesh=host, progress=progress)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(target, params)
     for pattern in COMPANIONS:
         for file in model_dir.glob(pattern):
             if file.name != INDEX_FILE:

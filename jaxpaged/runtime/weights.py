@@ -38,7 +38,7 @@ def load_params(
     seed: int = 0,
     progress: bool = True,
 ) -> Params:
-    """The parameters of `model`, in its dtype, on the default device or spread over `mesh`.
+    """The parameters of `model`, in its dtype, on the first device or spread over `mesh`.
 
     Args:
         path: the model's folder.
@@ -82,8 +82,7 @@ def abstract_leaves(model: Decoder, mesh: Mesh | None = None) -> Leaves:
     boxed = abstract_params(model)
     leaves = flatten_dict(nn.meta.unbox(boxed), sep="/")
     if mesh is None:
-        device = jax.config.jax_default_device or jax.local_devices()[0]
-        shardings = dict.fromkeys(leaves, SingleDeviceSharding(device))
+        shardings = dict.fromkeys(leaves, SingleDeviceSharding(jax.local_devices()[0]))
     else:
         shardings = flatten_dict(param_shardings(boxed, mesh), sep="/")
     return {
