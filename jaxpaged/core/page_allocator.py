@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import zip_longest
+from itertools import islice, zip_longest
 
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.prefix_cache import PrefixCache, PrefixHit, first_needed_page
@@ -33,13 +33,19 @@ class PageAllocator:
     """
 
     def __init__(
-        self, *, num_pages: int, page_size: int, windows: tuple[int | None, ...],
-        max_chunk: int, enable_prefix_caching: bool,
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        windows: tuple[int | None, ...],
+        max_chunk: int,
+        enable_prefix_caching: bool,
     ) -> None:
         self.pool = PagePool(num_pages)
         self.cache = PrefixCache(self.pool, windows, page_size) if enable_prefix_caching else None
         self._page_size = page_size
         self._windows = windows
+        self._has_window = any(window is not None for window in windows)
         self._max_chunk = max_chunk
 
     def lookup(self, sequence: SequenceState) -> PrefixHit:
@@ -86,17 +92,21 @@ class PageAllocator:
         Returns:
             False if too few pages are free; at most pages that nobody reads were given back.
         """
-        self._release_behind(sequence, start)
-        size = self._page_size
-        missing = []
-        for table, window in zip(sequence.block_tables, self._windows, strict=True):
-            tokens = max(end, sequence.num_tokens) if window is None else end
-            missing.append(max(0, -(-tokens // size) - len(table)))
+        if self._has_window:
+            self._release_behind(sequence, start)
+        tables = sequence.block_tables
+        last = -(-end // self._page_size)
+        last_full = max(last, -(-sequence.num_tokens // self._page_size))
+        missing = [
+            max(0, (last_full if window is None else last) - len(table))
+            for table, window in zip(tables, self._windows, strict=True)
+        ]
         if sum(missing) > self.pool.num_free:
             return False
-        for table, count in zip(sequence.block_tables, missing, strict=True):
-            table += self.pool.take(count)
-        sequence.capacity = size * min(len(table) for table in sequence.block_tables)
+        pages = iter(self.pool.take(sum(missing)))
+        for table, count in zip(tables, missing, strict=True):
+            table += islice(pages, count)
+        sequence.capacity = self._page_size * min(map(len, tables))
         return True
 
     def publish(self, sequence: SequenceState, num_tokens: int) -> None:
@@ -129,14 +139,14 @@ class PageAllocator:
         sequence.capacity = sequence.num_computed = sequence.num_published = 0
 
     def _release_behind(self, sequence: SequenceState, start: int) -> None:
+        gone = []
         for table, window in zip(sequence.block_tables, self._windows, strict=True):
             if window is None:
                 continue
             # One page of slack: a fork begins up to a page before the prompt's last chunk.
             at = first_needed_page(start, window, self._page_size) - 2
-            gone = []
             while at >= 0 and table[at]:
                 gone.append(table[at])
                 table[at] = 0
                 at -= 1
-            self.pool.release(gone)
+        self.pool.release(gone)

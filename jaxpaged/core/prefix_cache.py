@@ -26,7 +26,7 @@ class PrefixHit:
 
 
 class PrefixCache:
-    """Full pages by (group, key).
+    """Full pages of all groups by the key of their place in a sequence.
 
     A key is the SHA-256 over its parent's key and the page's token ids; the first parent is made
     of the salt and the version of the weights. A hit of n pages needs, of a full group, all of
@@ -38,8 +38,8 @@ class PrefixCache:
         self._pool = pool
         self._page_size = page_size
         self._windows = windows
-        self._pages: list[dict[bytes, int]] = [{} for _ in windows]
-        self._entries: dict[int, tuple[int, bytes]] = {}  # page -> (group, key)
+        self._pages: dict[bytes, list[int]] = {}  # one page a group; 0 = none
+        self._keys: dict[int, bytes] = {}  # of every page above
         self._weight_version: object = 0
         pool.on_evict = self._forget
 
@@ -54,12 +54,13 @@ class PrefixCache:
         self.begin(sequence)
         limit = (len(sequence.token_ids) - 1) // self._page_size
         self._hash_pages(sequence, limit)
-        keys = sequence.page_hashes
-        count = self._longest(keys, limit)
+        nothing = [0] * len(self._windows)
+        columns = [self._pages.get(key, nothing) for key in sequence.page_hashes[:limit]]
+        count = self._longest(columns)
         tables = []
-        for pages, window in zip(self._pages, self._windows, strict=True):
+        for group, window in enumerate(self._windows):
             first = first_needed_page(count * self._page_size, window, self._page_size)
-            tables.append([0] * first + [pages[key] for key in keys[first:count]])
+            tables.append([0] * first + [column[group] for column in columns[first:count]])
         return PrefixHit(count, tables)
 
     def publish(self, sequence: SequenceState, num_tokens: int) -> None:
@@ -70,11 +71,12 @@ class PrefixCache:
         self._hash_pages(sequence, count)
         for at in range(sequence.num_published, count):
             key = sequence.page_hashes[at]
+            column = self._pages.setdefault(key, [0] * len(self._windows))
             for group, table in enumerate(sequence.block_tables):
                 page = table[at]
-                if page and key not in self._pages[group]:
-                    self._pages[group][key] = page
-                    self._entries[page] = (group, key)
+                if page and not column[group]:
+                    column[group] = page
+                    self._keys[page] = key
                     self._pool.keep(page)
         sequence.num_published = count
 
@@ -86,14 +88,16 @@ class PrefixCache:
     def reset(self) -> None:
         """Forget everything; sequences that have begun publish nothing more."""
         self.epoch += 1
-        for pages in self._pages:
-            pages.clear()
-        self._entries.clear()
+        self._pages.clear()
+        self._keys.clear()
         self._pool.forget_kept()
 
     def _forget(self, page: int) -> None:
-        group, key = self._entries.pop(page)
-        del self._pages[group][key]
+        key = self._keys.pop(page)
+        column = self._pages[key]
+        column[column.index(page)] = 0
+        if not any(column):
+            del self._pages[key]
 
     def _hash_pages(self, sequence: SequenceState, count: int) -> None:
         """Extend the sequence's page hashes to at least `count` pages."""
@@ -111,27 +115,28 @@ class PrefixCache:
             parent = sha256(parent + data[start : start + step]).digest()
             hashes.append(parent)
 
-    def _longest(self, keys: list[bytes], limit: int) -> int:
-        count = limit
-        for pages, window in zip(self._pages, self._windows, strict=True):
+    def _longest(self, columns: list[list[int]]) -> int:
+        """The largest number of leading pages that serves every group."""
+        count = len(columns)
+        for group, window in enumerate(self._windows):
             if window is None:
-                count = next((at for at in range(count) if keys[at] not in pages), count)
+                count = next((at for at in range(count) if not columns[at][group]), count)
         settled = False
         while not settled:
             settled = True
-            for pages, window in zip(self._pages, self._windows, strict=True):
+            for group, window in enumerate(self._windows):
                 if window is not None:
-                    shorter = self._longest_in_window(pages, window, keys, count)
+                    shorter = self._longest_in_window(columns, group, window, count)
                     settled, count = settled and shorter == count, shorter
         return count
 
     def _longest_in_window(
-        self, pages: dict[bytes, int], window: int, keys: list[bytes], count: int
+        self, columns: list[list[int]], group: int, window: int, count: int
     ) -> int:
         """The largest n <= count such that the window before token n * page_size is there."""
         at = count - 1
         while at >= first_needed_page(count * self._page_size, window, self._page_size):
-            if keys[at] not in pages:
+            if not columns[at][group]:
                 count = at
             at -= 1
         return count

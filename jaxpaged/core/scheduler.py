@@ -10,7 +10,7 @@ from typing import NamedTuple
 from jaxpaged.core.page_allocator import PageAllocator
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler_config import SchedulerConfig
-from jaxpaged.core.sequence import SequenceQueue, SequenceState, Status
+from jaxpaged.core.sequence import NO_SLOT, SequenceQueue, SequenceState, Status
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +66,7 @@ class Scheduler:
             max_chunk=config.max_chunk,
             enable_prefix_caching=config.enable_prefix_caching,
         )
+        self._page_size = config.page_size
         self.num_preemptions = 0
         self.prefix_cache_queries = 0  # tokens of prompts looked up
         self.prefix_cache_hits = 0  # tokens of prompts found
@@ -165,19 +166,26 @@ class Scheduler:
             admitted=tuple(step.admitted),
         )
 
-    def update(
-        self, output: SchedulerOutput, tokens: Sequence[int]
-    ) -> list[SequenceUpdate | None]:
+    def update(self, output: SchedulerOutput, tokens: Sequence[int]) -> list[SequenceUpdate | None]:
         """Take the tokens of a step, one for each scheduled sequence that samples, in order.
 
         Returns:
             One entry a token; None where the sequence had ended before: drop that row.
         """
         sampled = [item.sequence for item in output.sequences if item.samples]
-        return [
-            None if sequence.finished else self._append(sequence, token_id)
-            for sequence, token_id in zip(sampled, tokens, strict=True)
-        ]
+        updates: list[SequenceUpdate | None] = []
+        for sequence, token_id in zip(sampled, tokens, strict=True):
+            if sequence.status is Status.FINISHED:
+                updates.append(None)
+                continue
+            sequence.num_in_flight -= 1
+            sequence.token_ids.append(token_id)
+            if token_id in sequence.ending_ids or len(sequence.token_ids) >= sequence.max_len:
+                self._finish_by_token(sequence, token_id)
+            updates.append(
+                SequenceUpdate(sequence, token_id, sequence.finish_reason, sequence.stop_reason)
+            )
+        return updates
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix; False if prefix caching is off."""
@@ -190,6 +198,17 @@ class Scheduler:
         """The weights changed: what they computed before serves no new sequence."""
         if self.pages.cache is not None:
             self.pages.cache.set_weight_version(version)
+
+    def check_integrity(self) -> None:
+        """Check that every page is accounted for; for tests and debugging.
+
+        Raises:
+            AssertionError: a page leaks or is in the wrong hands.
+        """
+        alive = [s for choices in self._alive.values() for s in choices.values()]
+        self.pages.pool.check_integrity(
+            page for sequence in alive for table in sequence.block_tables for page in table
+        )
 
     def _check_queue(self, prompt_len: int) -> None:
         most_requests = self.config.max_num_queued_reqs
@@ -210,19 +229,35 @@ class Scheduler:
             if step.tokens_left == 0:
                 break
             start = sequence.num_computed
-            if sequence.num_tokens >= sequence.max_len:
+            num_tokens = len(sequence.token_ids) + sequence.num_in_flight
+            if num_tokens >= sequence.max_len:
                 continue  # its last token is in flight
-            count = self._chunk(sequence, start, step)
-            if count == 0:
+            if num_tokens - start > 1 or start < sequence.prompt_len:
+                count = self._chunk(sequence, start, step)
+                if count and self._make_room(sequence, start + count, step):
+                    self._commit(sequence, count, step)
                 continue
-            end = start + count
-            while end > sequence.capacity and not self.pages.extend(sequence, start, end):
-                victim = self._running.last
-                self._preempt(victim)
-                step.preempted.append(victim)
-                if victim is sequence:
+            # One token of a decode: the loop's hot path.
+            if num_tokens > sequence.capacity:
+                self.pages.publish(sequence, start)
+                if not self._make_room(sequence, num_tokens, step):
                     return
-            self._commit(sequence, count, step)
+            sequence.num_computed = num_tokens
+            sequence.num_in_flight += 1
+            step.tokens_left -= 1
+            step.single.append(ScheduledSequence(sequence, start, 1, sequence.slot, True, 0, 0))
+
+    def _make_room(self, sequence: SequenceState, end: int, step: _Step) -> bool:
+        """Get pages up to position `end`, if need be from those served last; False: it is one."""
+        while end > sequence.capacity:
+            if self.pages.extend(sequence, sequence.num_computed, end):
+                break
+            victim = self._running.last
+            self._preempt(victim)
+            step.preempted.append(victim)
+            if victim is sequence:
+                return False
+        return True
 
     def _schedule_waiting(self, step: _Step) -> None:
         while self._waiting and step.tokens_left and self._free_slots:
@@ -249,7 +284,7 @@ class Scheduler:
         start = sequence.num_computed
         if start == 0:
             hit = self.pages.lookup(sequence)
-            start = hit.num_pages * self.config.page_size
+            start = hit.num_pages * self._page_size
         if self._chunk(sequence, start, step) == 0 or not self.pages.admit(sequence, hit):
             return False
         if sequence.request.request_id in self._queued and sequence.index == 0:
@@ -277,27 +312,26 @@ class Scheduler:
         return count
 
     def _commit(self, sequence: SequenceState, count: int, step: _Step) -> None:
+        """Put a chunk of known tokens into the step; its pages are there."""
         start = sequence.num_computed
-        end = start + count
-        sequence.num_computed = end
-        samples = end == sequence.num_tokens
-        first_row, num_rows = sequence.num_prompt_logprobs, 0
-        if start < sequence.prompt_len:
-            first_row = max(start, first_row)
+        sequence.num_computed = end = start + count
+        samples = end == len(sequence.token_ids)
+        first_row = num_rows = 0
+        if sequence.num_prompt_logprobs < sequence.prompt_logprobs_wanted:
+            first_row = max(start, sequence.num_prompt_logprobs)
             num_rows = max(0, min(end, sequence.prompt_logprobs_wanted) - first_row)
-            if num_rows:
-                sequence.num_prompt_logprobs = first_row + num_rows
-                step.rows_left -= num_rows
-        step.tokens_left -= count
-        slot = sequence.slot
-        assert slot is not None
-        item = ScheduledSequence(sequence, start, count, slot, samples, first_row, num_rows)
+            sequence.num_prompt_logprobs += num_rows
+        item = ScheduledSequence(
+            sequence, start, count, sequence.slot, samples, first_row, num_rows
+        )
         (step.single if count == 1 else step.chunks).append(item)
-        # Attention reads after it has written, so pages may be shared within this very step.
-        self.pages.publish(sequence, min(end, len(sequence.token_ids)))
+        step.tokens_left -= count
+        step.rows_left -= num_rows
+        # Attention reads after it has written: pages may be shared within this very step.
+        self.pages.publish(sequence, end)
         if samples:
             sequence.num_in_flight += 1
-            if self._unforked and sequence.request.request_id in self._unforked:
+            if sequence.request.request_id in self._unforked:
                 self._fork(sequence)
 
     def _fork(self, parent: SequenceState) -> None:
@@ -317,7 +351,9 @@ class Scheduler:
         log.warning(
             "request %s choice %d is preempted by RECOMPUTE: no free pages; "
             "%d computed tokens are dropped",
-            sequence.request.request_id, sequence.index, sequence.num_computed,
+            sequence.request.request_id,
+            sequence.index,
+            sequence.num_computed,
         )
         self._stop_running(sequence)
         sequence.status = Status.WAITING
@@ -331,26 +367,19 @@ class Scheduler:
         self.pages.publish(sequence, min(collected, len(sequence.token_ids)))
         self.pages.release(sequence)
         self._running.discard(sequence)
-        assert sequence.slot is not None
         self._free_slots.append(sequence.slot)
-        sequence.slot = None
+        sequence.slot = NO_SLOT
 
-    def _append(self, sequence: SequenceState, token_id: int) -> SequenceUpdate:
-        sequence.num_in_flight -= 1
-        sequence.token_ids.append(token_id)
+    def _finish_by_token(self, sequence: SequenceState, token_id: int) -> None:
+        """End the sequence if its newest token does."""
         num_tokens = len(sequence.token_ids)
         fewest = sequence.prompt_len + sequence.request.params.min_tokens
-        finish_reason = stop_reason = None
         if token_id in sequence.ending_ids and num_tokens >= fewest:
-            finish_reason = "stop"
             if token_id not in sequence.request.eos_token_ids:
-                stop_reason = token_id
+                sequence.stop_reason = token_id
+            self._finish(sequence, "stop")
         elif num_tokens >= sequence.max_len:
-            finish_reason = "length"
-        if finish_reason is not None:
-            sequence.stop_reason = stop_reason
-            self._finish(sequence, finish_reason)
-        return SequenceUpdate(sequence, token_id, finish_reason, stop_reason)
+            self._finish(sequence, "length")
 
     def _finish(self, sequence: SequenceState, reason: str) -> None:
         if sequence.status is Status.RUNNING:

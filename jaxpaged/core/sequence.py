@@ -12,8 +12,12 @@ from jaxpaged.core.request import Request
 
 Key = tuple[int, int, int]  # priority, arrival, choice: smaller is served first
 
+NO_SLOT = -1
+
 
 class Status(Enum):
+    """Where a sequence is in its life."""
+
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
@@ -34,7 +38,7 @@ class SequenceState:
     token_ids: list[int]  # the prompt and every output that the host knows
     block_tables: list[list[int]]  # pages of each KV group in order; 0 where released
     status: Status = Status.WAITING
-    slot: int | None = None  # row of per-sequence device state, 0 .. max_num_seqs - 1
+    slot: int = NO_SLOT  # row of per-sequence device state, 0 .. max_num_seqs - 1, while running
     num_computed: int = 0
     num_in_flight: int = 0  # tokens sampled on the device that the host does not know yet
     capacity: int = 0  # tokens that the pages of every group have room for
@@ -46,10 +50,16 @@ class SequenceState:
     page_hashes: list[bytes] = field(default_factory=list)  # prefix keys of leading pages
     num_published: int = 0  # leading pages that the prefix cache was told of
     cache_epoch: int = -1  # `PrefixCache.epoch` when its first page was computed
-    ending_ids: frozenset[int] = frozenset()  # EOS and stop_token_ids
+    prompt_len: int = field(init=False)
+    ending_ids: frozenset[int] = field(init=False)  # EOS and stop_token_ids
+    prompt_logprobs_wanted: int = field(init=False)  # rows; only choice 0 scores the prompt
 
     def __post_init__(self) -> None:
-        self.ending_ids = self.request.eos_token_ids | set(self.request.params.stop_token_ids)
+        params = self.request.params
+        self.prompt_len = len(self.request.prompt_token_ids)
+        self.ending_ids = self.request.eos_token_ids | set(params.stop_token_ids)
+        scored = self.index == 0 and params.prompt_logprobs is not None
+        self.prompt_logprobs_wanted = self.prompt_len - 1 if scored else 0
 
     @property
     def num_tokens(self) -> int:
@@ -57,19 +67,8 @@ class SequenceState:
         return len(self.token_ids) + self.num_in_flight
 
     @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt_token_ids)
-
-    @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.prompt_len :]
-
-    @property
-    def prompt_logprobs_wanted(self) -> int:
-        """Rows that the prompt's log-probabilities take; only choice 0 delivers them."""
-        if self.request.params.prompt_logprobs is None or self.index != 0:
-            return 0
-        return self.prompt_len - 1
 
     @property
     def finished(self) -> bool:
