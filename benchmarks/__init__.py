@@ -1,0 +1,1 @@
+"""Measurements of jaxpaged; run them from the repository root: `python -m benchmarks.NAME`."""
