@@ -40,7 +40,7 @@ def main() -> None:
         if gap < CLEAR:
             sys.exit(f"{name}: two tokens are too close to tell apart; change its config")
         result[f"{name}/tokens"] = np.asarray([tokens for tokens, _ in runs], np.int32)
-        result[f"{name}/logits"] = rows[:, [0, -1]]
+        result[f"{name}/logits"] = np.ascontiguousarray(rows[:, [0, -1]])  # a file needs C order
     save_file(result, FIXTURES / "references.safetensors")
 
 

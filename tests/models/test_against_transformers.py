@@ -1,0 +1,59 @@
+"""Every family against Hugging Face transformers, in float32 on the CPU: equal greedy tokens.
+
+Two forms of the same test: live, where torch is installed, and against committed references
+(scripts/make_fixtures.py wrote them) everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_models
+from paged_runner import PagedRunner
+from safetensors.numpy import load_file
+
+REFERENCES = Path(__file__).parents[1] / "fixtures" / "references.safetensors"
+TOLERANCE = 1e-4
+
+Generated = tuple[list[list[int]], list[np.ndarray]]
+
+
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Generated]:
+    """What our decoder generates from a tiny model; each is run once."""
+    cache: dict[str, Generated] = {}
+
+    def run(name: str) -> Generated:
+        if name not in cache:
+            folder = tmp_path_factory.mktemp(name)
+            tiny_models.write_model(folder, tiny_models.CONFIGS[name])
+            runner = PagedRunner.load(folder)
+            cache[name] = runner.generate(tiny_models.prompts(), tiny_models.NEW_TOKENS)
+        return cache[name]
+
+    return run
+
+
+@pytest.mark.parametrize("name", tiny_models.CONFIGS)
+def test_committed_references(name: str, generated: Callable[[str], Generated]) -> None:
+    references = load_file(REFERENCES)
+    tokens, logits = generated(name)
+    np.testing.assert_array_equal(tokens, references[f"{name}/tokens"])
+    ends = np.stack([rows[[0, -1]] for rows in logits])
+    np.testing.assert_allclose(ends, references[f"{name}/logits"], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", tiny_models.CONFIGS)
+def test_live(name: str, generated: Callable[[str], Generated], tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    import transformers_reference as reference
+
+    model = reference.load(tiny_models.write_model(tmp_path, tiny_models.CONFIGS[name]))
+    for prompt, tokens, logits in zip(tiny_models.prompts(), *generated(name), strict=True):
+        expected = reference.logits(model, prompt + tokens)[len(prompt) - 1 : -1]
+        np.testing.assert_allclose(logits, expected, atol=TOLERANCE, rtol=0)
+        # Fed our own tokens, the reference would choose each of them too.
+        assert expected.argmax(-1).tolist() == tokens
