@@ -19,6 +19,9 @@ class Bucket:
     num_seqs: int  # B
     decode_only: bool  # every sequence has one token, T == B
 
+    def __str__(self) -> str:
+        return f"{'decode' if self.decode_only else 'mixed'} {self.num_tokens}x{self.num_seqs}"
+
 
 def _sizes(smallest: int, largest: int, three_quarters: bool = False) -> tuple[int, ...]:
     """Powers of two from `smallest` on, and `largest`."""

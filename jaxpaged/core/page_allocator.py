@@ -21,8 +21,8 @@ def peak_pages(
     pages = -(-num_tokens // page_size) - first_needed_page(start, window, page_size)
     if window is None:
         return pages
-    # What a chunk and the window before it touch, and one page of slack behind.
-    return min(pages, -(-(window + chunk - 2) // page_size) + 2)
+    # What a chunk and the window before it touch, wherever they begin in a page.
+    return min(pages, -(-(window + chunk - 2) // page_size) + 1)
 
 
 class PageAllocator:
@@ -139,12 +139,16 @@ class PageAllocator:
         sequence.capacity = sequence.num_computed = sequence.num_published = 0
 
     def _release_behind(self, sequence: SequenceState, start: int) -> None:
+        """Give back what no query from `start` on sees.
+
+        This happens only when a page is added, so a fork, which begins at the page border
+        before the prompt's end, still finds the pages that its first query sees.
+        """
         gone = []
         for table, window in zip(sequence.block_tables, self._windows, strict=True):
             if window is None:
                 continue
-            # One page of slack: a fork begins up to a page before the prompt's last chunk.
-            at = first_needed_page(start, window, self._page_size) - 2
+            at = first_needed_page(start, window, self._page_size) - 1
             while at >= 0 and table[at]:
                 gone.append(table[at])
                 table[at] = 0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 from jaxpaged.core.page_allocator import PageAllocator
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler_config import SchedulerConfig
+from jaxpaged.core.scheduler_output import ScheduledSequence, SchedulerOutput, SequenceUpdate
 from jaxpaged.core.sequence import NO_SLOT, SequenceQueue, SequenceState, Status
 
 log = logging.getLogger(__name__)
@@ -17,37 +17,6 @@ log = logging.getLogger(__name__)
 
 class QueueFullError(Exception):
     """As many requests or tokens wait as the settings allow."""
-
-
-class ScheduledSequence(NamedTuple):
-    """A sequence's part of a step: positions [start, start + num_tokens)."""
-
-    sequence: SequenceState
-    start: int
-    num_tokens: int
-    slot: int
-    samples: bool  # the row of its last token yields a new token
-    prompt_logprob_start: int  # rows p in [start_row, start_row + n) score prompt token p + 1
-    num_prompt_logprob_rows: int
-
-
-@dataclass(frozen=True)
-class SchedulerOutput:
-    """One step. Sequences with one token come first, then longer chunks."""
-
-    sequences: tuple[ScheduledSequence, ...]
-    num_tokens: int
-    preempted: tuple[SequenceState, ...]
-    admitted: tuple[SequenceState, ...]  # got a slot in this step, for the first time or again
-
-
-class SequenceUpdate(NamedTuple):
-    """A new token of a sequence."""
-
-    sequence: SequenceState
-    token_id: int
-    finish_reason: str | None
-    stop_reason: int | None
 
 
 class Scheduler:
@@ -287,7 +256,7 @@ class Scheduler:
             start = hit.num_pages * self._page_size
         if self._chunk(sequence, start, step) == 0 or not self.pages.admit(sequence, hit):
             return False
-        if sequence.request.request_id in self._queued and sequence.index == 0:
+        if sequence.request.request_id in self._queued:
             self._leave_queue(sequence)
             sequence.num_cached_tokens = start
             if self.pages.cache is not None:
