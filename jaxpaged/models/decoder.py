@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxpaged.arrays.kv_pages import KVPagesSpec
 from jaxpaged.arrays.step_batch import StepBatch
@@ -18,6 +20,7 @@ from jaxpaged.layers.linear import Einsum
 from jaxpaged.layers.norm import RMSNorm, rms_normalize
 from jaxpaged.layers.rope import apply_rope, rope_tables
 from jaxpaged.models.spec import ModelSpec
+from jaxpaged.parallel.sharding import split_attention
 
 Params = Any  # nested dicts of arrays
 
@@ -35,6 +38,7 @@ class Attention(nn.Module):
     window: int | None
     dtype: Any
     backend: str
+    mesh: Mesh | None
 
     def setup(self) -> None:
         s = self.spec
@@ -64,20 +68,37 @@ class Attention(nn.Module):
             factors = [self.q_norm.factor()] * G + [self.k_norm.factor()]
             qk_TKXH = rms_normalize(qk_TKXH, s.norm_eps) * jnp.stack(factors)
         qk_TKXH = apply_rope(qk_TKXH, *rope).astype(self.dtype)
-        out_TNH, pages = attend(
-            qk_TKXH[:, :, :G].reshape(T, K * G, H),
-            qk_TKXH[:, :, G],
-            qkv_TKXH[:, :, G + 1],
-            pages,
-            batch,
-            0,
-            places,
+        attend_heads: Callable[..., Any] = partial(
+            _attend_heads,
             backend=self.backend,
             scale=s.attention_scale,
             window=self.window,
             softcap=s.attention_softcap,
         )
+        if self.mesh is not None:
+            attend_heads = split_attention(attend_heads, self.mesh)
+        out_TNH, pages = attend_heads(
+            qk_TKXH[:, :, :G].reshape(T, K * G, H),
+            qk_TKXH[:, :, G],
+            qkv_TKXH[:, :, G + 1],
+            pages,
+            batch,
+            places,
+        )
         return self.o(out_TNH.reshape(T, K, G, H)), pages
+
+
+def _attend_heads(
+    q_TNH: jax.Array,
+    k_TKH: jax.Array,
+    v_TKH: jax.Array,
+    pages: jax.Array,
+    batch: StepBatch,
+    places: WritePlaces,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of one layer, whose KV group's page table is the only one in `batch`."""
+    return attend(q_TNH, k_TKH, v_TKH, pages, batch, 0, places, **options)
 
 
 class MLP(nn.Module):
@@ -104,11 +125,12 @@ class DecoderLayer(nn.Module):
     window: int | None
     dtype: Any
     backend: str
+    mesh: Mesh | None
 
     def setup(self) -> None:
         s = self.spec
         norm = partial(RMSNorm, s.width, s.norm_eps, s.norm_plus_one, self.dtype)
-        self.attention = Attention(s, self.window, self.dtype, self.backend)
+        self.attention = Attention(s, self.window, self.dtype, self.backend, self.mesh)
         self.mlp = MLP(s, self.dtype)
         self.attention_norm, self.mlp_norm = norm(), norm()
         if s.post_norms:
@@ -153,18 +175,21 @@ class Decoder(nn.Module):
         kv: where each layer's keys and values lie.
         dtype: of weights and activations.
         backend: of attention; see `layers.attention`.
+        mesh: the devices that share the model; None: one device.
     """
 
     spec: ModelSpec
     kv: KVPagesSpec
     dtype: Any
     backend: str = "xla"
+    mesh: Mesh | None = None
 
     def setup(self) -> None:
         s = self.spec
         self.embed = Embedding(s.vocab, s.width, self.dtype)
         self.layers = [
-            SharedDecoderLayer(s, layer.window, self.dtype, self.backend) for layer in s.layers
+            SharedDecoderLayer(s, layer.window, self.dtype, self.backend, self.mesh)
+            for layer in s.layers
         ]
         self.final_norm = RMSNorm(s.width, s.norm_eps, s.norm_plus_one, self.dtype)
         if not s.tie_embeddings:
@@ -192,7 +217,7 @@ class Decoder(nn.Module):
         ropes = {rope: rope_tables(rope, batch.position_T) for rope in kinds}
         groups = [
             (
-                batch.replace(page_tables=(table_BM,)),
+                dataclasses.replace(batch, page_tables=(table_BM,)),
                 write_places(batch, group, self.kv.page_size),
             )
             for group, table_BM in enumerate(batch.page_tables)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -15,6 +15,7 @@ from jaxpaged.parallel.mesh import MODEL
 RULES = {"kv_heads": MODEL, "ffn": MODEL, "vocab": MODEL}
 
 KV_PAGES_AXES = (None, None, "kv_heads", None, None)  # [P, 2, K, S, H]
+HEADS_AXES = (None, "kv_heads", None)  # [T, N, H] as well: a KV head's queries lie together
 
 
 def partition(logical_axes: Sequence[str | None]) -> PartitionSpec:
@@ -47,6 +48,26 @@ def param_shardings(boxed_params: Any, mesh: Mesh) -> Any:
 def kv_pages_sharding(mesh: Mesh) -> NamedSharding:
     """Of each [P, 2, K, S, H] array: a device holds the heads whose queries it computes."""
     return NamedSharding(mesh, partition(KV_PAGES_AXES))
+
+
+def split_attention(attend: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """Attention on each device's own heads: none needs another's keys, so nothing is exchanged.
+
+    Args:
+        attend: (queries, keys, values, pages, *step) -> (output, pages).
+    """
+    heads, pages, whole = partition(HEADS_AXES), partition(KV_PAGES_AXES), PartitionSpec()
+
+    def split(q: jax.Array, k: jax.Array, v: jax.Array, kv_pages: jax.Array, *step: Any) -> Any:
+        return jax.shard_map(
+            attend,
+            mesh=mesh,
+            in_specs=(heads, heads, heads, pages, *(whole for _ in step)),
+            out_specs=(heads, pages),
+            check_vma=False,
+        )(q, k, v, kv_pages, *step)
+
+    return split
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
