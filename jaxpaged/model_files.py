@@ -9,6 +9,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+DEMO_MODEL = Path(__file__).parent / "assets" / "demo"  # what runs when no model is named
 PATTERNS = ["*.safetensors", "*.json", "tokenizer*", "*.jinja"]
 
 
@@ -17,18 +18,20 @@ class ModelFilesError(OSError):
 
 
 def resolve_model(
-    name: str | Path, revision: str | None = None, download_dir: str | None = None
+    name: str | Path | None, revision: str | None = None, download_dir: str | None = None
 ) -> Path:
     """The folder that holds `name`: itself if it is one, else a snapshot of the hub's repository.
 
     Args:
-        name: a local folder, or a hub id such as "org/model".
+        name: a local folder, or a hub id such as "org/model"; None: the built-in demo model.
         revision: branch, tag or commit of a hub model.
         download_dir: where hub files are kept; default: Hugging Face's own cache.
 
     Raises:
         ModelFilesError: no such folder, and no such repository or no way to reach the hub.
     """
+    if name is None:
+        return DEMO_MODEL
     path = Path(name).expanduser()
     if path.is_dir():
         return path

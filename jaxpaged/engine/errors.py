@@ -1,0 +1,26 @@
+"""Failures that belong to one request; the engine goes on."""
+
+from __future__ import annotations
+
+
+class BadRequestError(ValueError):
+    """The request asks for what cannot be: HTTP 400.
+
+    Args:
+        message: says what to change.
+        param: the field at fault, if it is one.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class RequestFailedError(RuntimeError):
+    """The engine refused or lost the request; `code` is the HTTP status (503: queue full)."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code

@@ -1,0 +1,163 @@
+"""From a prompt and sampling parameters to a request that the engine can run."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jaxpaged.engine.errors import BadRequestError
+from jaxpaged.engine.messages import AddRequest, EngineInfo
+from jaxpaged.engine.tokenizer import Tokenizer
+from jaxpaged.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int] | dict[str, Any]  # text, ids, {"prompt": ...} / {"prompt_token_ids": ...}
+
+
+class InputProcessor:
+    """Tokenizes and validates requests for one engine.
+
+    Args:
+        info: the engine's limits.
+        tokenizer: None: only token ids are taken.
+    """
+
+    def __init__(self, info: EngineInfo, tokenizer: Tokenizer | None) -> None:
+        self._info, self._tokenizer = info, tokenizer
+
+    def request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        add_special_tokens: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        cache_salt: str | None = None,
+    ) -> AddRequest:
+        """A request whose every id is in the vocabulary and that fits the model.
+
+        Args:
+            truncate_prompt_tokens: keep at most that many of the prompt's last tokens; -1: as
+                many as the model takes.
+
+        Raises:
+            BadRequestError: says what to change, and in which field.
+        """
+        token_ids = self._token_ids(prompt, add_special_tokens)
+        token_ids = self._truncate(token_ids, truncate_prompt_tokens)
+        params = self._check_length(token_ids, params)
+        self._check_ids(params)
+        self._check_logprobs(params)
+        if self._tokenizer is None and (params.stop or params.bad_words):
+            raise BadRequestError("stop and bad_words need a tokenizer, and none is loaded")
+        eos = [] if self._tokenizer is None or params.ignore_eos else self._tokenizer.eos_token_ids
+        return AddRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            params=params,
+            arrival_time=time.time(),
+            eos_token_ids=eos,
+            bad_word_ids=[ids for word in params.bad_words for ids in self._bad_word_ids(word)],
+            cache_salt=cache_salt,
+        )
+
+    def _token_ids(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
+        if isinstance(prompt, dict):
+            found = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
+            if not found:
+                raise BadRequestError(
+                    "a prompt object needs 'prompt' or 'prompt_token_ids'", "prompt"
+                )
+            prompt = prompt[found[0]]
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise BadRequestError(
+                    "no tokenizer is loaded (skip_tokenizer_init): send token ids", "prompt"
+                )
+            token_ids = self._tokenizer.encode(prompt, add_special_tokens)
+        else:
+            token_ids = list(prompt)
+            if not all(type(token_id) is int for token_id in token_ids):
+                raise BadRequestError("a token prompt must be a list of integers", "prompt")
+            self._check_range("prompt", token_ids)
+        if not token_ids:
+            raise BadRequestError("the prompt is empty: it needs at least one token", "prompt")
+        return token_ids
+
+    def _truncate(self, token_ids: list[int], limit: int | None) -> list[int]:
+        if limit is None:
+            return token_ids
+        longest = self._info.max_model_len - 1
+        if limit == -1:
+            limit = longest
+        if not 1 <= limit <= longest:
+            raise BadRequestError(
+                f"truncate_prompt_tokens must be -1 or 1 to {longest}, got {limit}",
+                "truncate_prompt_tokens",
+            )
+        return token_ids[-limit:]
+
+    def _check_length(self, token_ids: list[int], params: SamplingParams) -> SamplingParams:
+        """The parameters with max_tokens set."""
+        limit, prompt_len = self._info.max_model_len, len(token_ids)
+        asked = params.max_tokens
+        if prompt_len + (asked or 1) > limit:
+            request = (
+                f"{asked} in the output, {prompt_len + asked} in total"
+                if asked is not None
+                else "at least 1 in the output"
+            )
+            raise BadRequestError(
+                f"This model's maximum context length is {limit} tokens, but {prompt_len} in the "
+                f"prompt and {request} were requested. Please reduce the length of the prompt or "
+                f"the number of output tokens (max_tokens).",
+                "prompt" if prompt_len >= limit else "max_tokens",
+            )
+        if asked is None:
+            asked = limit - prompt_len
+        if params.min_tokens > asked:
+            raise BadRequestError(
+                f"min_tokens {params.min_tokens} is more than the {asked} tokens that fit behind "
+                f"the prompt",
+                "min_tokens",
+            )
+        return dataclasses.replace(params, max_tokens=asked)
+
+    def _check_ids(self, params: SamplingParams) -> None:
+        self._check_range("logit_bias", params.logit_bias or ())
+        self._check_range("stop_token_ids", params.stop_token_ids)
+        self._check_range("allowed_token_ids", params.allowed_token_ids or ())
+
+    def _check_range(self, field: str, token_ids: Iterable[int]) -> None:
+        vocab = self._info.vocab_size
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab:
+                raise BadRequestError(
+                    f"{field} holds token id {token_id}, which is outside the vocabulary: ids are "
+                    f"0 to {vocab - 1}",
+                    field,
+                )
+
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        for field in ("logprobs", "prompt_logprobs"):
+            value = getattr(params, field)
+            if value is not None and value > self._info.max_logprobs:
+                raise BadRequestError(
+                    f"{field} {value} is more than the server's maximum, "
+                    f"{self._info.max_logprobs} (--max-logprobs)",
+                    field,
+                )
+
+    def _bad_word_ids(self, word: str) -> list[list[int]]:
+        """The token sequences that spell a word, at the start of a text and within one."""
+        assert self._tokenizer is not None
+        bare = word.lstrip() or word
+        spellings = [
+            self._tokenizer.encode(prefix + bare, add_special_tokens=False) for prefix in ("", " ")
+        ]
+        alone, inside = spellings
+        # A spaced spelling that only puts a space token in front says nothing new.
+        same = len(inside) != len(alone) or (inside and alone and inside[0] == alone[0])
+        return [alone] if same else [alone, inside]
