@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-KINDS = ("default", "linear", "llama3", "yarn")
+# Kinds of scaling, and the parameters that each cannot do without.
+NEEDED: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
 
 
 @dataclass(frozen=True)
@@ -37,38 +43,36 @@ class RopeSpec:
         """Read Hugging Face's `rope_parameters` (or `rope_scaling` with a `rope_theta` added).
 
         Raises:
-            ValueError: a kind of scaling that is not among `KINDS`, or a missing number.
+            ValueError: a kind of scaling that is not among `NEEDED`, or a missing number.
         """
         kind = parameters.get("rope_type", parameters.get("type", "default"))
-        if kind not in KINDS:
+        if kind not in NEEDED:
             raise ValueError(
-                f"RoPE scaling {kind!r} is not supported; supported: {', '.join(KINDS)}"
+                f"RoPE scaling {kind!r} is not supported; supported: {', '.join(NEEDED)}"
             )
-        base = cls(head_dim, float(parameters["rope_theta"]), kind)
-        if kind == "default":
-            return base
         original = parameters.get("original_max_position_embeddings") or max_position
-        factor = parameters.get("factor")
-        if factor is None and kind == "yarn":
-            factor = max_position / original
-        if factor is None:
-            raise ValueError(f"RoPE scaling {kind!r} lacks its 'factor'")
-        if kind == "linear":
-            return cls(head_dim, base.theta, kind, float(factor))
+        given = {key: value for key, value in parameters.items() if value is not None}
+        if kind == "yarn":
+            given.setdefault("factor", max_position / original)
+        for key in NEEDED[kind]:
+            if key not in given:
+                raise ValueError(f"RoPE scaling {kind!r} lacks {key!r}")
+        spec = cls(head_dim, float(given["rope_theta"]), kind)
+        if kind == "default":
+            return spec
+        spec = replace(spec, factor=float(given["factor"]), original_max_position=original)
         if kind == "llama3":
-            low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
-            return cls(head_dim, base.theta, kind, float(factor), original, low, high)
-        return cls(
-            head_dim,
-            base.theta,
-            kind,
-            float(factor),
-            original,
-            beta_fast=parameters.get("beta_fast") or 32.0,
-            beta_slow=parameters.get("beta_slow") or 1.0,
-            truncate=parameters.get("truncate", True),
-            magnitude=_yarn_magnitude(parameters, factor),
-        )
+            low, high = given["low_freq_factor"], given["high_freq_factor"]
+            return replace(spec, low_freq_factor=float(low), high_freq_factor=float(high))
+        if kind == "yarn":
+            return replace(
+                spec,
+                beta_fast=float(given.get("beta_fast") or 32),
+                beta_slow=float(given.get("beta_slow") or 1),
+                truncate=given.get("truncate", True),
+                magnitude=_yarn_magnitude(given, spec.factor),
+            )
+        return spec
 
     def frequencies(self) -> np.ndarray:
         """Radians a position of each pair: float32 [H / 2]."""
@@ -112,7 +116,7 @@ def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
 
-    if parameters.get("attention_factor") is not None:
+    if "attention_factor" in parameters:
         return float(parameters["attention_factor"])
     weight, weight_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
     if weight and weight_all:

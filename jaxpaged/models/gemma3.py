@@ -16,14 +16,22 @@ from jaxpaged.models.spec import LayerSpec, ModelSpec, UnsupportedModelError
 
 CHECKPOINT_RULES = (*STANDARD, *PRE_AND_POST_NORMS)
 
+# What config.json may leave out.
+DEFAULTS = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+
 
 def spec(config: Config) -> ModelSpec:
     """Read config.json."""
     if config.get("use_bidirectional_attention"):
         raise UnsupportedModelError("config.json: bidirectional attention is not supported")
-    fields = common_fields({"tie_word_embeddings": True, **config}, head_dim=256)
-    fields["activation"] = config.get("hidden_activation") or "gelu_pytorch_tanh"
-    fields["attention_scale"] = config.get("query_pre_attn_scalar", 256) ** -0.5
+    config = {**DEFAULTS, **config}
+    fields = common_fields(config, head_dim=256, activation_key="hidden_activation")
+    fields["attention_scale"] = config["query_pre_attn_scalar"] ** -0.5
     bias = config.get("attention_bias", False)
     return ModelSpec(
         **fields,
@@ -56,4 +64,4 @@ def _layers(config: Config, head_dim: int) -> tuple[LayerSpec, ...]:
         FULL: rope_spec(config, head_dim, theta=1_000_000.0),
         SLIDING: rope_spec(local, head_dim, SLIDING),
     }
-    return layer_specs(config, kinds, config.get("sliding_window", 4096), ropes)
+    return layer_specs(config, kinds, config["sliding_window"], ropes)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxpaged.layers.rope import RopeSpec
-from jaxpaged.models.spec import LayerSpec, UnsupportedModelError
+from jaxpaged.models.spec import ACTIVATIONS, LayerSpec, UnsupportedModelError
 
 Config = Mapping[str, Any]
 
@@ -14,11 +14,14 @@ DTYPES = ("float32", "bfloat16", "float16")
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def common_fields(config: Config, *, head_dim: int | None = None) -> dict[str, Any]:
+def common_fields(
+    config: Config, *, head_dim: int | None = None, activation_key: str = "hidden_act"
+) -> dict[str, Any]:
     """Fields of `ModelSpec` that every family spells alike.
 
     Args:
         head_dim: the family's default; without one it is width / heads.
+        activation_key: where the family names its activation.
 
     Raises:
         UnsupportedModelError: a size is missing or contradicts another.
@@ -33,10 +36,12 @@ def common_fields(config: Config, *, head_dim: int | None = None) -> dict[str, A
     head_dim = config.get("head_dim") or head_dim or width // num_heads
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     dtype = dtype.removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise UnsupportedModelError(
-            f"config.json: dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}"
-        )
+    activation = config.get(activation_key) or "silu"
+    for name, value, known in (("dtype", dtype, DTYPES), ("activation", activation, ACTIVATIONS)):
+        if value not in known:
+            raise UnsupportedModelError(
+                f"config.json: {name} {value!r} is not supported; supported: {', '.join(known)}"
+            )
     return {
         "architecture": config["architectures"][0],
         "dtype": dtype,
@@ -50,7 +55,7 @@ def common_fields(config: Config, *, head_dim: int | None = None) -> dict[str, A
         "eos_token_ids": token_ids(config.get("eos_token_id")),
         "attention_scale": head_dim**-0.5,
         "norm_eps": config.get("rms_norm_eps", 1e-6),
-        "activation": config.get("hidden_act", "silu"),
+        "activation": activation,
         "tie_embeddings": config.get("tie_word_embeddings", False),
     }
 
@@ -89,7 +94,7 @@ def rope_spec(
         return RopeSpec.from_parameters(
             parameters, head_dim, required(config, "max_position_embeddings")
         )
-    except (ValueError, KeyError) as error:
+    except ValueError as error:
         raise UnsupportedModelError(f"config.json: {error}") from error
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from jaxpaged.layers.rope import RopeSpec
 
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")  # as Hugging Face names them
+
 
 class UnsupportedModelError(ValueError):
     """A model that no family here can run; the message names what was found and what would do."""
@@ -38,7 +40,7 @@ class ModelSpec:
     attention_scale: float  # multiplies q·k
     norm_eps: float
     norm_plus_one: bool = False  # norms multiply by 1 + scale
-    activation: str = "silu"  # a key of decoder.ACTIVATIONS
+    activation: str = "silu"  # one of ACTIVATIONS
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False

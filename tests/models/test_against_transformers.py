@@ -48,9 +48,7 @@ def test_committed_references(name: str, generated: Callable[[str], Generated]) 
 
 @pytest.mark.parametrize("name", tiny_models.CONFIGS)
 def test_live(name: str, generated: Callable[[str], Generated], tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    import transformers_reference as reference
-
+    reference = pytest.importorskip("transformers_reference")  # needs torch
     model = reference.load(tiny_models.write_model(tmp_path, tiny_models.CONFIGS[name]))
     for prompt, tokens, logits in zip(tiny_models.prompts(), *generated(name), strict=True):
         expected = reference.logits(model, prompt + tokens)[len(prompt) - 1 : -1]
