@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 
 BLOCK = 128  # keys folded at once (a whole page if pages are larger)
-DECODE_GROUP = 8  # decoding sequences served together
+MAX_GROUP = 8  # decoding sequences served together ...
+GROUP_BYTES = 1 << 20  # ... as long as a block of their keys and values stays in a CPU's cache
 TILE = 64  # prefill rows served together
 MASKED = -1e30  # score of a key that a row cannot see; finite, so that no row becomes NaN
 
@@ -85,7 +86,7 @@ def _decode(
     """Rows 0 to num_decodes; the others are 0. Groups have similar lengths: longest first."""
     B = kv_len_B.shape[0]
     _, N, H = q_TNH.shape
-    U = min(DECODE_GROUP, B)
+    U = min(attend.group_size, B)
     len_B = jnp.where(jnp.arange(B) < num_decodes, kv_len_B, 0)
     order_B = jnp.argsort(-len_B)
 
@@ -157,6 +158,9 @@ class _Attend:
         self.scale, self.window, self.softcap = scale, window, softcap
         _, _, self.K, self.S, self.H = pages_P2KSH.shape
         self.pages_per_block = max(1, BLOCK // self.S)
+        page_bytes = 2 * self.K * self.S * self.H * pages_P2KSH.dtype.itemsize
+        block_bytes = self.pages_per_block * page_bytes
+        self.group_size = min(max(GROUP_BYTES // block_bytes, 1), MAX_GROUP)
         self.precision = lax.Precision.HIGHEST if pages_P2KSH.dtype == jnp.float32 else None
 
     def __call__(
@@ -194,11 +198,13 @@ class _Attend:
         """Keys and values of a block: [U, K, C, H] each."""
         U, M = page_table_UM.shape
         column_X = block * self.pages_per_block + jnp.arange(self.pages_per_block)
-        page_UX = page_table_UM[:, jnp.minimum(column_X, M - 1)]
-        kv_UX2KSH = self.pages_P2KSH[page_UX]
-        kv_2UKXSH = kv_UX2KSH.transpose(2, 0, 3, 1, 4, 5)
-        kv_2UKCH = kv_2UKXSH.reshape(2, U, self.K, self.pages_per_block * self.S, self.H)
-        return kv_2UKCH[0], kv_2UKCH[1]
+        page_U1X = page_table_UM[:, jnp.minimum(column_X, M - 1)][:, None]
+        # Naming the head in the gather lays each head's slots end to end in one pass.
+        head_K1 = jnp.arange(self.K)[:, None]
+        shape = (U, self.K, self.pages_per_block * self.S, self.H)
+        k_UKXSH = self.pages_P2KSH[page_U1X, 0, head_K1]
+        v_UKXSH = self.pages_P2KSH[page_U1X, 1, head_K1]
+        return k_UKXSH.reshape(shape), v_UKXSH.reshape(shape)
 
     def _fold(
         self,
@@ -229,43 +235,3 @@ class _Attend:
             state.sum_UKR * decay_UKR + weight_UKRC.sum(axis=-1),
             state.out_UKRH * decay_UKR[..., None] + new_UKRH,
         )
-
-
-def paged_attention_reference(
-    q_TNH: jax.Array,
-    pages_P2KSH: jax.Array,
-    page_table_BM: jax.Array,
-    *,
-    query_start_B1: jax.Array,
-    kv_len_B: jax.Array,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> jax.Array:
-    """The definition, one row at a time over a gathered sequence, in float32: for tests."""
-    T, N, H = q_TNH.shape
-    _, _, K, S, _ = pages_P2KSH.shape
-    C = page_table_BM.shape[1] * S
-
-    def row(t: jax.Array, b: jax.Array) -> jax.Array:
-        position = kv_len_B[b] - query_start_B1[b + 1] + t
-        kv_2KCH = pages_P2KSH[page_table_BM[b]].transpose(1, 2, 0, 3, 4).reshape(2, K, C, H)
-        k_KCH, v_KCH = kv_2KCH.astype(jnp.float32)
-        q_KGH = q_TNH[t].reshape(K, N // K, H).astype(jnp.float32)
-        score_KGC = scale * jnp.einsum("kgh,kch->kgc", q_KGH, k_KCH, precision="highest")
-        if softcap is not None:
-            score_KGC = softcap * jnp.tanh(score_KGC / softcap)
-        key_C = jnp.arange(C)
-        seen_C = key_C <= position
-        if window is not None:
-            seen_C &= key_C > position - window
-        weight_KGC = jax.nn.softmax(jnp.where(seen_C, score_KGC, -jnp.inf), axis=-1)
-        v_KCH = jnp.where(seen_C[:, None], v_KCH, 0)
-        out_KGH = jnp.einsum("kgc,kch->kgh", weight_KGC, v_KCH, precision="highest")
-        live = (t < query_start_B1[-1]) & (position >= 0)
-        return jnp.where(live, out_KGH.reshape(N, H), 0)
-
-    row_T = jnp.arange(T)
-    seq_T = jnp.searchsorted(query_start_B1, row_T, side="right") - 1
-    seq_T = jnp.minimum(seq_T, kv_len_B.shape[0] - 1)
-    return lax.map(lambda args: row(*args), (row_T, seq_T)).astype(q_TNH.dtype)

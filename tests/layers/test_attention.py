@@ -1,0 +1,88 @@
+"""The attention layer: where tokens are written, which backend runs, what a step gives."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ragged_attention import Ragged, attention_by_definition, ragged_batch
+
+from jaxpaged.arrays.step_batch import StepBatch
+from jaxpaged.layers.attention import BACKENDS, attend, attention_backend, write_places
+
+S = 16
+
+
+def step_batch(r: Ragged, page_tables: tuple[jax.Array, ...]) -> StepBatch:
+    """The step whose queries are `r`'s; tokens' ids do not matter here."""
+    T, B = r.q_TNH.shape[0], r.kv_len_B.shape[0]
+    starts, lengths = np.asarray(r.query_start_B1), np.asarray(r.kv_len_B)
+    seq_T, position_T = np.full(T, B - 1, np.int32), np.zeros(T, np.int32)
+    for b in range(int(r.num_seqs)):
+        own = slice(starts[b], starts[b + 1])
+        seq_T[own] = b
+        position_T[own] = np.arange(lengths[b] - (own.stop - own.start), lengths[b])
+    return StepBatch(
+        token_T=jnp.zeros(T, jnp.int32),
+        position_T=jnp.asarray(position_T),
+        seq_T=jnp.asarray(seq_T),
+        query_start_B1=r.query_start_B1,
+        kv_len_B=r.kv_len_B,
+        num_decodes=r.num_decodes,
+        num_seqs=r.num_seqs,
+        page_tables=page_tables,
+        row_R=jnp.zeros(1, jnp.int32),
+    )
+
+
+def test_tokens_go_to_the_page_and_slot_of_their_position() -> None:
+    r = ragged_batch([(1, 17), (1, 16), (20, 40)], T=32, B=4)
+    other = r.page_table_BM + 1
+    places = write_places(step_batch(r, (other, r.page_table_BM)), 1, S)
+    table = np.asarray(r.page_table_BM)
+    positions = [(0, 16), (1, 15), *[(2, p) for p in range(20, 40)]]
+    assert places.page_T[:22].tolist() == [table[b, p // S] for b, p in positions]
+    assert places.slot_T[:22].tolist() == [p % S for _, p in positions]
+
+
+def test_padding_goes_to_the_null_page() -> None:
+    """Even when the last row of the tables, which padding names, belongs to a sequence."""
+    r = ragged_batch([(1, 17)] * 4, T=16, B=4)
+    places = write_places(step_batch(r, (r.page_table_BM,)), 0, S)
+    assert (places.page_T[:4] > 0).all()
+    assert (places.page_T[4:] == 0).all()
+
+
+@pytest.mark.parametrize("backend", [n for n, b in BACKENDS.items() if "cpu" in b.platforms])
+def test_a_step_writes_its_keys_and_sees_them(backend: str) -> None:
+    r = ragged_batch([(1, 17), (1, 130), (20, 40), (9, 9)], T=32, B=4)
+    batch = step_batch(r, (r.page_table_BM,))
+    written = np.array(r.pages_P2KSH)
+    places = write_places(batch, 0, S)
+    new_2TKH = np.random.default_rng(1).normal(size=(2, 32, 2, 16)).astype(np.float32)
+    for t in range(int(r.query_start_B1[-1])):
+        written[places.page_T[t], :, :, places.slot_T[t]] = new_2TKH[:, t]
+    step = jax.jit(partial(attend, group=0, backend=backend, scale=0.3, window=33, softcap=9.0))
+    k_TKH, v_TKH = jnp.asarray(new_2TKH)
+    out, pages = step(r.q_TNH, k_TKH, v_TKH, r.pages_P2KSH, batch, places=places)
+    expected = attention_by_definition(
+        r.replace(pages_P2KSH=jnp.asarray(written)), scale=0.3, window=33, softcap=9.0
+    )
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+    np.testing.assert_array_equal(pages[1:], written[1:])
+
+
+def test_backend_by_platform() -> None:
+    assert attention_backend("auto", "cpu") == "xla"
+    assert attention_backend("xla", "gpu") == "xla"
+
+
+@pytest.mark.parametrize(
+    ("name", "platform"), [("mosaic", "cpu"), ("xla", "abacus"), ("auto", "abacus")]
+)
+def test_unknown_backend_names_the_choices(name: str, platform: str) -> None:
+    with pytest.raises(ValueError, match=rf"'{name}' does not run on {platform}: choose from auto"):
+        attention_backend(name, platform)
