@@ -19,7 +19,7 @@ from jaxpaged.models.checkpoint_rules import Pack
 from jaxpaged.models.spec import ModelSpec
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-FLOAT_TYPES = ("float32", "bfloat16", "float16")
+FLOAT_TYPES = ("F32", "BF16", "F16")  # as the files spell them
 DERIVED = ".rotary_emb.inv_freq"  # follows from config.json; old checkpoints hold it all the same
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -57,16 +57,12 @@ class SafetensorFiles:
 
     def read(self, name: str) -> np.ndarray:
         """A tensor as it is stored: float32, bfloat16 or float16."""
-        try:
-            tensor = self._file_of[name].get_tensor(name)
-            dtype = tensor.dtype.name
-        except TypeError:  # a type that NumPy does not know
-            dtype = self._file_of[name].get_slice(name).get_dtype()
+        dtype = self._file_of[name].get_slice(name).get_dtype()
         if dtype not in FLOAT_TYPES:
             raise ModelFilesError(
                 f"{self.path}: {name} is {dtype}; supported: {', '.join(FLOAT_TYPES)}"
             )
-        return tensor
+        return self._file_of[name].get_tensor(name)
 
 
 def load_leaves(

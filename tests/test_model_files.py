@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxpaged.model_files import ModelFilesError, read_config, resolve_model
+
+
+def test_a_folder_is_itself(tmp_path: Path) -> None:
+    assert resolve_model(tmp_path) == tmp_path
+    assert resolve_model(str(tmp_path)) == tmp_path
+
+
+def test_hub_model_without_network_or_copy(tmp_path: Path) -> None:
+    with pytest.raises(ModelFilesError, match="'some/model'.*cannot be reached") as error:
+        resolve_model("some/model", download_dir=str(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["./no-such-folder/at/all", "/no/such/folder"])
+def test_missing_folder_is_named(name: str) -> None:
+    with pytest.raises(ModelFilesError, match=f"no folder '{name}'"):
+        resolve_model(name)
+
+
+def test_cached_snapshot_is_found_offline(tmp_path: Path) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repo = tmp_path / "models--some--model"
+    snapshot = repo / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    assert resolve_model("some/model", download_dir=str(tmp_path)) == snapshot
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "is missing"), ("{", "is unreadable"), ("[1]", "holds no JSON object")],
+)
+def test_bad_config(tmp_path: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelFilesError, match=rf"config\.json {message}") as error:
+        read_config(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_finding_files_needs_no_jax() -> None:
+    check = "import sys, jaxpaged.model_files; sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", check], check=True)
