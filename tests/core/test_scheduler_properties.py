@@ -221,6 +221,7 @@ class Simulation:
             sequence = item.sequence
             if was_finished:
                 assert update is None and len(sequence.token_ids) == length
+                assert sequence.finish_reason != "length", "a known end has no wasted row"
                 continue
             assert update is not None and update.token_id == token
             request = sequence.request
@@ -294,6 +295,7 @@ class Simulation:
         scheduler = self.scheduler
         assert scheduler.num_running == scheduler.num_waiting == 0
         assert scheduler.num_queued_requests == scheduler.num_queued_tokens == 0
+        assert not (scheduler._alive or scheduler._unforked or scheduler._queued)
         assert scheduler.pages.pool.num_free == self.config.num_pages - 1, "pages leak"
         assert len(scheduler._free_slots) == self.config.max_num_seqs, "slots leak"
         for job in self.jobs.values():
