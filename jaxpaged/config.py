@@ -1,4 +1,4 @@
-"""Every setting of the engine and of the server, once: the CLI makes its flags from these fields."""
+"""Every setting of the engine, once: the CLI makes its flags from these fields."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ from typing import Any
 GIB = 1 << 30
 
 
-def setting(default: Any, help: str, *, flag: str | None = None, short: str | None = None,
-            choices: tuple[str, ...] = (), metavar: str | None = None) -> Any:
+def setting(
+    default: Any,
+    help: str,
+    *,
+    flag: str | None = None,
+    short: str | None = None,
+    choices: tuple[str, ...] = (),
+    metavar: str | None = None,
+) -> Any:
     """A dataclass field that carries what `--help` says of it."""
     metadata = {"help": help, "flag": flag, "short": short, "choices": choices, "metavar": metavar}
     return field(default=default, metadata=metadata)
@@ -36,45 +43,86 @@ class EngineConfig:
         ValueError: values that contradict each other or lie outside their range.
     """
 
-    model: str | None = setting(None, "folder or hub id of the model; without it the built-in demo model runs")
+    model: str | None = setting(
+        None, "folder or hub id of the model; without it the built-in demo model runs"
+    )
     tokenizer: str | None = setting(None, "folder or hub id of the tokenizer, if not the model's")
     skip_tokenizer_init: bool = setting(False, "load no tokenizer: token ids in, token ids out")
     revision: str | None = setting(None, "branch, tag or commit of a hub model")
-    download_dir: str | None = setting(None, "where hub files are kept (default: the Hugging Face cache)")
+    download_dir: str | None = setting(
+        None, "where hub files are kept (default: the Hugging Face cache)"
+    )
     trust_remote_code: bool = setting(False, "accepted for vLLM's sake; no remote code is ever run")
-    load_format: str = setting("auto", "where weights come from; dummy: random weights",
-                               choices=("auto", "safetensors", "orbax", "dummy"))
-    dtype: str = setting("auto", "weights and activations; auto: the checkpoint's on GPU, float32 on CPU",
-                         choices=("auto", "half", "float16", "bfloat16", "float", "float32"))
+    load_format: str = setting(
+        "auto",
+        "where weights come from; dummy: random weights",
+        choices=("auto", "safetensors", "orbax", "dummy"),
+    )
+    dtype: str = setting(
+        "auto",
+        "weights and activations; auto: the checkpoint's on GPU, float32 on CPU",
+        choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
+    )
     seed: int = setting(0, "origin of every random draw that has no seed of its own")
-    generation_config: str = setting("auto", "auto: default sampling from the model's generation_config.json; "
-                                     "vllm or none: ignore it", choices=("auto", "vllm", "none"))
+    generation_config: str = setting(
+        "auto",
+        "auto: default sampling from the model's generation_config.json; vllm or none: ignore it",
+        choices=("auto", "vllm", "none"),
+    )
 
-    max_model_len: int | str | None = setting(None, "longest prompt + output in tokens (4096, 8k = 8000, 8K = 8192); "
-                                              "auto or -1: the longest that fits memory; default: the model's own",
-                                              metavar="TOKENS")
-    gpu_memory_utilization: float = setting(0.92, "share of the card for weights, step temporaries and pages")
-    kv_cache_memory_bytes: int | None = setting(None, "exact size of the page pool in bytes (on CPU 1 GiB unless told)")
-    num_gpu_blocks_override: int | None = setting(None, "exact number of pages, instead of profiling memory")
+    max_model_len: int | str | None = setting(
+        None,
+        "longest prompt + output in tokens (4096, 8k = 8000, 8K = 8192); "
+        "auto or -1: the longest that fits memory; default: the model's own",
+        metavar="TOKENS",
+    )
+    gpu_memory_utilization: float = setting(
+        0.92, "share of the card for weights, step temporaries and pages"
+    )
+    kv_cache_memory_bytes: int | None = setting(
+        None, "exact size of the page pool in bytes (on CPU 1 GiB unless told)"
+    )
+    num_gpu_blocks_override: int | None = setting(
+        None, "exact number of pages, instead of profiling memory"
+    )
     block_size: int = setting(16, "slots (tokens) a page", choices=("16", "32", "64", "128"))
-    kv_cache_dtype: str = setting("auto", "dtype of the KV pages; auto: the model's",
-                                  choices=("auto", "bfloat16", "float16", "float32"))
+    kv_cache_dtype: str = setting(
+        "auto",
+        "dtype of the KV pages; auto: the model's",
+        choices=("auto", "bfloat16", "float16", "float32"),
+    )
 
     enable_prefix_caching: bool = setting(True, "reuse the pages of equal prompt prefixes")
     enable_chunked_prefill: bool = setting(True, "split long prompts over several steps")
-    max_num_batched_tokens: int | None = setting(None, "tokens a step (default 8192 on GPU when serving, 16384 for LLM, 2048 on CPU)")
-    max_num_seqs: int = setting(256, "sequences a step")
-    long_prefill_token_threshold: int = setting(0, "at most this many tokens of one prompt a step (0: no limit)")
+    max_num_batched_tokens: int | None = setting(
+        None, "tokens a step (default 8192 on GPU when serving, 16384 for LLM, 2048 on CPU)"
+    )
+    max_num_seqs: int | None = setting(None, "sequences a step (default 256, 64 on CPU)")
+    long_prefill_token_threshold: int = setting(
+        0, "at most this many tokens of one prompt a step (0: no limit)"
+    )
     scheduling_policy: str = setting("fcfs", "order of admission", choices=("fcfs", "priority"))
-    max_num_queued_reqs: int | None = setting(None, "waiting requests beyond which new ones get 503")
-    max_num_queued_tokens: int | None = setting(None, "waiting prompt tokens beyond which new requests get 503")
+    max_num_queued_reqs: int | None = setting(
+        None, "waiting requests beyond which new ones get 503"
+    )
+    max_num_queued_tokens: int | None = setting(
+        None, "waiting prompt tokens beyond which new requests get 503"
+    )
     async_scheduling: bool = setting(True, "prepare the next step while the device runs this one")
 
     max_logprobs: int = setting(20, "most log-probabilities a request may ask for at a position")
-    attention_backend: str = setting("auto", "paged attention implementation; auto: the best for the platform",
-                                     choices=("auto", "xla"))
-    enforce_eager: bool = setting(False, "compile buckets on first use: fast start, slow first requests")
-    compile_cache_dir: str | None = setting(None, "folder of the persistent compilation cache (default: the user's cache folder; 'none': off)")
+    attention_backend: str = setting(
+        "auto",
+        "paged attention implementation; auto: the best for the platform",
+        choices=("auto", "xla"),
+    )
+    enforce_eager: bool = setting(
+        False, "compile buckets on first use: fast start, slow first requests"
+    )
+    compile_cache_dir: str | None = setting(
+        None,
+        "folder of the compilation cache (default: in the user's cache folder; 'none': off)",
+    )
 
     def __post_init__(self) -> None:
         if self.max_model_len is not None and self.max_model_len not in ("auto", -1):
@@ -83,14 +131,28 @@ class EngineConfig:
             object.__setattr__(self, "max_model_len", "auto")
         self._require("gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "in (0, 1]")
         self._require("block_size", self.block_size in (16, 32, 64, 128), "16, 32, 64 or 128")
-        for name in ("kv_cache_memory_bytes", "num_gpu_blocks_override", "max_num_batched_tokens",
-                     "max_num_queued_reqs", "max_num_queued_tokens"):
+        for name in (
+            "kv_cache_memory_bytes",
+            "num_gpu_blocks_override",
+            "max_num_batched_tokens",
+            "max_num_seqs",
+            "max_num_queued_reqs",
+            "max_num_queued_tokens",
+        ):
             value = getattr(self, name)
             self._require(name, value is None or value >= 1, "at least 1")
-        self._require("max_num_seqs", self.max_num_seqs >= 1, "at least 1")
         self._require("max_logprobs", self.max_logprobs >= 0, "at least 0")
-        self._require("long_prefill_token_threshold", self.long_prefill_token_threshold >= 0, "at least 0")
-        for f in ("load_format", "dtype", "generation_config", "kv_cache_dtype", "scheduling_policy", "attention_backend"):
+        self._require(
+            "long_prefill_token_threshold", self.long_prefill_token_threshold >= 0, "at least 0"
+        )
+        for f in (
+            "load_format",
+            "dtype",
+            "generation_config",
+            "kv_cache_dtype",
+            "scheduling_policy",
+            "attention_backend",
+        ):
             choices = self.__dataclass_fields__[f].metadata["choices"]
             self._require(f, getattr(self, f) in choices, "one of " + ", ".join(choices))
 

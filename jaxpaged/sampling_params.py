@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 MAX_LOGIT_BIAS = 512  # entries of logit_bias a row of the sampler has room for
@@ -10,7 +11,7 @@ MAX_LOGIT_BIAS = 512  # entries of logit_bias a row of the sampler has room for
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters, by vLLM's names and defaults.
+    """Sampling parameters, by vLLM's names and defaults. Lists become tuples.
 
     A random draw depends on (seed, choice, position) alone: never on the neighbours in the
     batch, the arrival order or a preemption. A missing seed is drawn at admission from the
@@ -29,8 +30,8 @@ class SamplingParams:
     top_k: int = 0  # 0 or -1: off
     min_p: float = 0.0
     seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     max_tokens: int | None = 16  # None: whatever still fits max_model_len
     min_tokens: int = 0
@@ -41,13 +42,14 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     logit_bias: dict[int, float] | None = None
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
     skip_reading_prefix_cache: bool | None = None  # None: skipped only with prompt_logprobs
     priority: int = 0  # lower is served earlier under --scheduling-policy priority
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        stop: str | Sequence[str] = self.stop
+        stop = (stop,) if isinstance(stop, str) else stop
         for name, value in (
             ("stop", stop),
             ("stop_token_ids", self.stop_token_ids),
@@ -69,9 +71,7 @@ class SamplingParams:
         self._require("top_k", self.top_k >= -1, "0 or -1 (off), or at least 1")
         self._require("min_p", 0 <= self.min_p <= 1, "in [0, 1]")
         self._require("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit int")
-        self._require(
-            "max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"
-        )
+        self._require("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1")
         self._require("min_tokens", self.min_tokens >= 0, "at least 0")
         if self.max_tokens is not None:
             self._require("min_tokens", self.min_tokens <= self.max_tokens, "at most max_tokens")
@@ -85,7 +85,8 @@ class SamplingParams:
         )
         if self.logit_bias is not None:
             self._require(
-                "logit_bias", len(self.logit_bias) <= MAX_LOGIT_BIAS,
+                "logit_bias",
+                len(self.logit_bias) <= MAX_LOGIT_BIAS,
                 f"at most {MAX_LOGIT_BIAS} entries",
             )
             for token_id, bias in self.logit_bias.items():

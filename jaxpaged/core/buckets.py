@@ -23,19 +23,26 @@ class Bucket:
         return f"{'decode' if self.decode_only else 'mixed'} {self.num_tokens}x{self.num_seqs}"
 
 
-def _sizes(smallest: int, largest: int, three_quarters: bool = False) -> tuple[int, ...]:
-    """Powers of two from `smallest` on, and `largest`."""
+def _sizes(
+    smallest: int, largest: int, factor: int = 2, three_quarters: bool = False
+) -> tuple[int, ...]:
+    """`smallest` times powers of `factor`, and `largest`."""
     sizes, size = [], min(smallest, largest)
     while size < largest:
         sizes.append(size)
         if three_quarters and size >= THREE_QUARTERS_ABOVE and size * 3 // 2 < largest:
             sizes.append(size * 3 // 2)
-        size *= 2
+        size *= factor
     return (*sizes, largest)
 
 
 class Buckets:
     """Shapes of `forward` and row counts of `sample` for an engine's limits.
+
+    Attributes:
+        forward: shapes of a forward step.
+        rows: rows that `sample` draws tokens for.
+        scoring_rows: rows of its variants that report log-probabilities, of the prompt as well.
 
     Args:
         platform: as JAX names it; a CPU gains from tiny buckets, a GPU does not.
@@ -51,7 +58,9 @@ class Buckets:
         self._decode = tuple(Bucket(size, size, True) for size in decode_sizes)
         self._mixed = tuple(Bucket(size, min(size, max_num_seqs), False) for size in mixed_sizes)
         self.forward = self._decode + self._mixed
-        self.rows = (*decode_sizes, max_num_seqs + MAX_PROMPT_LOGPROB_ROWS)
+        # Sampling costs little beside a step, and every size is compiled for several variants.
+        self.rows = _sizes(1 if on_cpu else 8, max_num_seqs, factor=4)
+        self.scoring_rows = (*_sizes(8, max_num_seqs, 8), max_num_seqs + MAX_PROMPT_LOGPROB_ROWS)
 
     def fit(self, num_tokens: int, num_seqs: int, decode_only: bool) -> Bucket:
         """The smallest bucket with room for a step.
@@ -64,13 +73,17 @@ class Buckets:
                 return bucket
         raise ValueError(f"no bucket for {num_tokens} tokens of {num_seqs} sequences")
 
-    def fit_rows(self, num_rows: int) -> int:
+    def fit_rows(self, num_rows: int, scoring: bool) -> int:
         """The smallest row count of `sample` that is at least `num_rows`.
+
+        Args:
+            scoring: for a variant that reports log-probabilities.
 
         Raises:
             ValueError: no step samples so many rows.
         """
-        at = bisect_left(self.rows, num_rows)
-        if at == len(self.rows):
+        sizes = self.scoring_rows if scoring else self.rows
+        at = bisect_left(sizes, num_rows)
+        if at == len(sizes):
             raise ValueError(f"no row bucket for {num_rows} rows")
-        return self.rows[at]
+        return sizes[at]

@@ -91,6 +91,7 @@ def _connect(context: zmq.Context, kind: int, address: str) -> zmq.Socket:
 
 
 def main() -> int:
+    """Run an engine core until it is told to stop; the exit status."""
     began = time.perf_counter()
     parser = argparse.ArgumentParser(description="jaxpaged's engine core (started by the server)")
     parser.add_argument("--input", required=True, help="ZeroMQ address to take messages from")

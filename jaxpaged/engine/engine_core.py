@@ -120,9 +120,7 @@ class EngineCore:
         """End a request at any moment: queued, running or with a token in flight."""
         for sequence in self._scheduler.abort(request_id):
             self._outputs.append(
-                SequenceOutput(
-                    request_id=request_id, index=sequence.index, finish_reason="abort"
-                )
+                SequenceOutput(request_id=request_id, index=sequence.index, finish_reason="abort")
             )
         self._forget(request_id)
 
@@ -136,9 +134,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do or to tell."""
-        return bool(
-            self._scheduler.has_unfinished or self._pending is not None or self._outputs
-        )
+        return bool(self._scheduler.has_unfinished or self._pending is not None or self._outputs)
 
     # -- the loop ------------------------------------------------------------------------------
 
@@ -187,7 +183,9 @@ class EngineCore:
                 request_id=sequence.request.request_id,
                 index=sequence.index,
                 token_ids=[update.token_id],
-                logprobs=None if wanted is None else [_logprobs(result, row, update.token_id, wanted)],
+                logprobs=None
+                if wanted is None
+                else [_logprobs(result, row, update.token_id, wanted)],
                 finish_reason=update.finish_reason,
                 stop_reason=update.stop_reason,
             )
@@ -234,7 +232,7 @@ class EngineCore:
         )
 
 
-def _logprobs(result: StepResult, row: int, token_id: int, count: int) -> TokenLogprobs:
+def _logprobs(result: StepResult, row: int, token_id: int, count: int | None) -> TokenLogprobs:
     assert result.logprob_R is not None and result.rank_R is not None
     assert result.top_id_RX is not None and result.top_logprob_RX is not None
     return TokenLogprobs(

@@ -12,7 +12,9 @@ from jaxpaged.engine.messages import AddRequest, EngineInfo
 from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.sampling_params import SamplingParams
 
-Prompt = str | Sequence[int] | dict[str, Any]  # text, ids, {"prompt": ...} / {"prompt_token_ids": ...}
+Prompt = (
+    str | Sequence[int] | dict[str, Any]
+)  # text, ids, {"prompt": ...} / {"prompt_token_ids": ...}
 
 
 class InputProcessor:
@@ -78,7 +80,7 @@ class InputProcessor:
                 )
             token_ids = self._tokenizer.encode(prompt, add_special_tokens)
         else:
-            token_ids = list(prompt)
+            token_ids = list(prompt)  # type: ignore[arg-type]
             if not all(type(token_id) is int for token_id in token_ids):
                 raise BadRequestError("a token prompt must be a list of integers", "prompt")
             self._check_range("prompt", token_ids)

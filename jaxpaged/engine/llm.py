@@ -113,8 +113,7 @@ class LLM:
         """
         requests = self._requests(_as_list(prompts), sampling_params)
         finished = {
-            output.request_id: output
-            for output in self._finished(requests, use_tqdm=use_tqdm)
+            output.request_id: output for output in self._finished(requests, use_tqdm=use_tqdm)
         }
         return [finished[request.request_id] for request, _ in requests]
 

@@ -24,6 +24,8 @@ class AddRequest(msgspec.Struct, tag=True, kw_only=True):
 
 
 class AbortRequests(msgspec.Struct, tag=True):
+    """Nobody waits for these any more."""
+
     request_ids: list[str]
 
 
@@ -36,11 +38,11 @@ class FinishSequence(msgspec.Struct, tag=True):
 
 
 class ResetPrefixCache(msgspec.Struct, tag=True):
-    pass
+    """Forget every cached prefix."""
 
 
 class Shutdown(msgspec.Struct, tag=True):
-    pass
+    """End the process."""
 
 
 FrontMessage = AddRequest | AbortRequests | FinishSequence | ResetPrefixCache | Shutdown
@@ -66,7 +68,9 @@ class SequenceOutput(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, the first entry None
     finish_reason: str | None = None  # stop, length, abort or error
     stop_reason: int | None = None  # the id of stop_token_ids that ended it
-    num_cached_tokens: int = 0  # prompt tokens served by the prefix cache; with the first of choice 0
+    num_cached_tokens: int = (
+        0  # prompt tokens served by the prefix cache; with the first of choice 0
+    )
     scheduled_time: float | None = None  # time.time() of the first admission; likewise
     error: str | None = None  # with finish_reason error
     error_code: int = 500  # 503: queue full
@@ -89,6 +93,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
 
 
 class StepOutputs(msgspec.Struct, tag=True):
+    """What a step brought; sent without outputs when only the stats changed."""
+
     outputs: list[SequenceOutput]
     stats: EngineStats
 
@@ -109,6 +115,8 @@ class EngineInfo(msgspec.Struct, tag=True, kw_only=True):
 
 
 class EngineDead(msgspec.Struct, tag=True):
+    """The core ends: it could not start, or its loop failed."""
+
     message: str  # one line; the traceback is in the log
 
 

@@ -67,9 +67,7 @@ class OutputProcessor:
         """Forget a request; later news of it is ignored."""
         self._requests.pop(request_id, None)
 
-    def process(
-        self, news: SequenceOutput
-    ) -> tuple[RequestOutput | None, FinishSequence | None]:
+    def process(self, news: SequenceOutput) -> tuple[RequestOutput | None, FinishSequence | None]:
         """Take news of a choice.
 
         Returns:
@@ -153,9 +151,7 @@ class OutputProcessor:
                 if detokenizer.add(token_id):
                     token_ids = token_ids[:count]
                     if reason is None or count < len(news.token_ids):
-                        tell = FinishSequence(
-                            news.request_id, news.index, detokenizer.num_tokens
-                        )
+                        tell = FinishSequence(news.request_id, news.index, detokenizer.num_tokens)
                     reason, stop_reason_text = "stop", detokenizer.stop_string
                     break
             else:

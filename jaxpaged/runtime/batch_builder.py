@@ -10,7 +10,7 @@ import numpy as np
 from jaxpaged.core.buckets import Bucket, Buckets
 from jaxpaged.core.scheduler import ScheduledSequence, SchedulerOutput
 from jaxpaged.core.sequence import SequenceState
-from jaxpaged.runtime.slot_table import SlotTable
+from jaxpaged.runtime.slot_table import SCORING, SlotTable
 from jaxpaged.runtime.step import StepShapes
 from jaxpaged.runtime.token_masks import next_token_mask
 
@@ -19,6 +19,8 @@ TABLE_UPDATES = 4096  # page-table entries one upload before a step carries
 
 @dataclass(frozen=True)
 class ForwardInput:
+    """Host side of a forward step."""
+
     bucket: Bucket
     packed: np.ndarray
     table_uploads: list[tuple[np.ndarray, np.ndarray]]  # (index_X, page_X) to write beforehand
@@ -26,6 +28,8 @@ class ForwardInput:
 
 @dataclass(frozen=True)
 class SampleInput:
+    """Host side of the sampling of a step."""
+
     num_rows: int
     variant: str
     packed: np.ndarray
@@ -68,7 +72,9 @@ class BatchBuilder:
         uploads = self._fill_page_tables(scheduled, views)
         return ForwardInput(bucket, buffer, uploads)
 
-    def _fill_tokens(self, scheduled: Sequence[ScheduledSequence], views: dict[str, np.ndarray]) -> None:
+    def _fill_tokens(
+        self, scheduled: Sequence[ScheduledSequence], views: dict[str, np.ndarray]
+    ) -> None:
         token_T, position_T, seq_T = views["token_T"], views["position_T"], views["seq_T"]
         starts, kv_len, slots = [], [], []
         rows: list[int] = []
@@ -156,7 +162,7 @@ class BatchBuilder:
             return None
         slots = np.fromiter((item.slot for item in sampled), np.int64, len(sampled))
         variant = self._slots.variant(sampled, bool(prompt_rows))
-        num_rows = self._buckets.fit_rows(count)
+        num_rows = self._buckets.fit_rows(count, scoring=variant in SCORING)
         buffer, views = self._shapes.sample_packing(num_rows, variant).host()
         views["slot_R"][:] = self._shapes.null_slot
         views["slot_R"][: len(sampled)] = slots
@@ -175,4 +181,3 @@ class BatchBuilder:
                 if mask_W is not None:
                     views["mask_RW"][r] = mask_W
         return SampleInput(num_rows, variant, buffer), prompt_rows
-

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import platformdirs
@@ -34,7 +34,8 @@ def enable_compile_cache(folder: str | None) -> Path | None:
 def abstract(tree: Any) -> Any:
     """Shapes, dtypes and shardings of a pytree of arrays."""
     return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None)), tree
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None)),
+        tree,
     )
 
 
@@ -44,30 +45,34 @@ class Program:
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    donate: tuple[int, ...] = ()
-    out_shardings: Any = None
+    donate: tuple[int, ...]
+    out_shardings: Any  # pinned: an equal sharding spelled differently is another executable
 
     def lower(self) -> jax.stages.Lowered:
-        options = {} if self.out_shardings is None else {"out_shardings": self.out_shardings}
-        jitted = jax.jit(self.function, donate_argnums=self.donate, **options)
-        return jitted.lower(*self.args)
+        """Trace the function."""
+        return jax.jit(
+            self.function, donate_argnums=self.donate, out_shardings=self.out_shardings
+        ).lower(*self.args)
 
 
-class Executables:
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Executables(Generic[Key]):
     """Compiled programs by key.
 
     A key that was not compiled ahead is compiled when it is first asked for, and counted: after
     `compile_all` that count stays 0.
     """
 
-    def __init__(self, program: Callable[[Hashable], Program]) -> None:
+    def __init__(self, program: Callable[[Key], Program]) -> None:
         self._program = program
-        self._compiled: dict[Hashable, jax.stages.Compiled] = {}
+        self._compiled: dict[Key, jax.stages.Compiled] = {}
         self.late_compilations = 0
         self.trace_seconds = 0.0
         self.compile_seconds = 0.0
 
-    def __getitem__(self, key: Hashable) -> jax.stages.Compiled:
+    def __getitem__(self, key: Key) -> jax.stages.Compiled:
         compiled = self._compiled.get(key)
         if compiled is None:
             self.late_compilations += 1
@@ -75,11 +80,11 @@ class Executables:
             compiled = self._compiled[key] = self._program(key).lower().compile()
         return compiled
 
-    def compile_all(self, keys: Iterable[Hashable]) -> None:
+    def compile_all(self, keys: Iterable[Key]) -> None:
         """Trace here (it holds the GIL), compile in threads (XLA releases it)."""
         start = time.perf_counter()
         todo = [key for key in keys if key not in self._compiled]
-        pending: dict[Future[jax.stages.Compiled], Hashable] = {}
+        pending: dict[Future[jax.stages.Compiled], Key] = {}
         progress = tqdm(total=len(todo), desc="Compiling", unit="step", disable=not todo)
         with ThreadPoolExecutor(os.cpu_count()) as pool, progress:
             for key in todo:
@@ -93,6 +98,7 @@ class Executables:
                 self._compiled[pending[future]] = future.result()
         self.compile_seconds = time.perf_counter() - start - self.trace_seconds
 
-    def temporary_bytes(self, key: Hashable) -> int:
+    def temporary_bytes(self, key: Key) -> int:
         """Scratch memory that running this executable takes besides its arguments and results."""
-        return self[key].memory_analysis().temp_size_in_bytes
+        analysis = self[key].memory_analysis()
+        return 0 if analysis is None else analysis.temp_size_in_bytes

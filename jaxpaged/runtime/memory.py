@@ -82,8 +82,11 @@ def page_budget(
     log.info(
         "memory: limit %.2f GiB, in use after loading %.2f, step temporaries %.2f, margin %.2f: "
         "%.2f GiB for pages",
-        limit / GIB, in_use / GIB, step_temporary_bytes / GIB,
-        FRAGMENTATION_MARGIN * limit / GIB, max(free, 0) / GIB,
+        limit / GIB,
+        in_use / GIB,
+        step_temporary_bytes / GIB,
+        FRAGMENTATION_MARGIN * limit / GIB,
+        max(free, 0) / GIB,
     )
     if free <= 0:
         needed = gpu_memory_utilization * (in_use + reserved) / limit + 0.01

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxpaged.core.buckets import Bucket
@@ -16,13 +14,20 @@ from jaxpaged.core.scheduler import SchedulerOutput
 from jaxpaged.core.sequence import SequenceState
 from jaxpaged.models.decoder import Decoder, Params, head_params
 from jaxpaged.runtime import sampler
-from jaxpaged.runtime.batch_builder import TABLE_UPDATES, BatchBuilder, PromptRow
-from jaxpaged.runtime.compilation import Executables, Program, abstract
+from jaxpaged.runtime.batch_builder import BatchBuilder, PromptRow
+from jaxpaged.runtime.compilation import Executables, abstract
 from jaxpaged.runtime.plan import EnginePlan
-from jaxpaged.runtime.slot_table import VARIANTS, SlotTable, has_penalties
-from jaxpaged.runtime.step import forward, sample, update_page_tables, zero_state
-
-PENALTY_PIECE = 2048  # token ids that one call adds to a slot's counts
+from jaxpaged.runtime.programs import (
+    PENALTY_PIECE,
+    Forward,
+    Key,
+    Programs,
+    Sample,
+    Upkeep,
+    all_keys,
+)  # fmt: skip
+from jaxpaged.runtime.slot_table import SlotTable, has_penalties
+from jaxpaged.runtime.step import zero_state
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,8 @@ class InFlight:
     dispatched: float  # time.perf_counter()
 
     def is_ready(self) -> bool:
-        return self.out is None or self.out.token_R.is_ready()
+        """Whether `collect` would not wait."""
+        return self.out is None or self.out.token_R.is_ready()  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -53,73 +59,24 @@ class StepResult:
 class ModelRunner:
     """Owns weights, state and executables of one model on one mesh."""
 
-    def __init__(
-        self, model: Decoder, params: Params, plan: EnginePlan, max_logprobs: int
-    ) -> None:
+    def __init__(self, model: Decoder, params: Params, plan: EnginePlan, max_logprobs: int) -> None:
         self.plan = plan
         self._model, self._params, self._head_params = model, params, head_params(params)
-        self._max_logprobs = max_logprobs
         self._shapes = plan.shapes
         self._slots = SlotTable(plan.max_num_seqs, plan.vocab)
         self._builder = BatchBuilder(self._shapes, plan.buckets, self._slots)
         self._state = zero_state(self._shapes, plan.kv.zeros(), model.spec.width, model.dtype)
         self._penalties = sampler.PenaltyState.zeros(plan.max_num_seqs, plan.vocab)
-        self.executables = Executables(self._program)
-
-    # -- executables ---------------------------------------------------------------------------
-
-    def keys(self) -> list[Hashable]:
-        """Every executable that a step may need, the largest first (they compile longest)."""
-        buckets = self.plan.buckets
-        keys: list[Hashable] = [("forward", bucket) for bucket in reversed(buckets.forward)]
-        keys += [("sample", rows, variant) for variant in VARIANTS for rows in buckets.rows]
-        return [*keys, ("tables",), ("penalties",)]
-
-    def _program(self, key: Hashable) -> Program:
-        state = abstract(self._state)
-        match key:
-            case ("forward", bucket):
-                size = self._shapes.forward_packing(bucket).size
-                return Program(
-                    functools.partial(forward, self._model, self._shapes, bucket),
-                    (abstract(self._params), state, jax.ShapeDtypeStruct((size,), jnp.int32)),
-                    donate=(1,),
-                )
-            case ("sample", rows, variant):
-                size = self._shapes.sample_packing(rows, variant).size
-                penalties = abstract(self._penalties) if variant == "full" else None
-                return Program(
-                    functools.partial(
-                        sample, self._model, self._shapes, rows, variant, self._max_logprobs
-                    ),
-                    (
-                        abstract(self._head_params),
-                        state.hidden_RD,
-                        state.last_token,
-                        penalties,
-                        jax.ShapeDtypeStruct((size,), jnp.int32),
-                    ),
-                    donate=(2, 3),
-                )
-            case ("tables",):
-                entries = jax.ShapeDtypeStruct((TABLE_UPDATES,), jnp.int32)
-                return Program(
-                    update_page_tables, (state.page_tables, entries, entries), donate=(0,)
-                )
-            case ("penalties",):
-                piece = jax.ShapeDtypeStruct((PENALTY_PIECE + 3,), jnp.int32)
-                return Program(
-                    sampler.count_tokens, (abstract(self._penalties), piece), donate=(0,)
-                )
-        raise KeyError(key)
-
-    def largest_keys(self) -> list[Hashable]:
-        """The executables that may need the most scratch memory."""
-        buckets = self.plan.buckets
-        return [("forward", buckets.forward[-1]), ("sample", buckets.rows[-1], "full")]
+        self.executables: Executables[Key] = Executables(
+            Programs(
+                model, self._shapes, max_logprobs, params, abstract(self._state),
+                abstract(self._penalties),
+            )
+        )  # fmt: skip
 
     def compile_all(self) -> None:
-        self.executables.compile_all(self.keys())
+        """Compile everything that a step may need; nothing is compiled afterwards."""
+        self.executables.compile_all(all_keys(self.plan.buckets))
 
     def warm_up(self, buckets: Sequence[Bucket]) -> None:
         """Run executables once on padding, so that the first request finds them loaded."""
@@ -142,13 +99,13 @@ class ModelRunner:
                 self._count_known_tokens(sequence)
         step = self._builder.forward(scheduled)
         for index_X, page_X in step.table_uploads:
-            tables = self.executables["tables",](self._state.page_tables, index_X, page_X)
+            tables = self.executables[Upkeep.PAGE_TABLES](self._state.page_tables, index_X, page_X)
             self._state = self._state.replace(page_tables=tables)
         self._run_forward(step.bucket, step.packed)
         return step.bucket
 
     def _run_forward(self, bucket: Bucket, packed: np.ndarray) -> None:
-        self._state = self.executables["forward", bucket](self._params, self._state, packed)
+        self._state = self.executables[Forward(bucket)](self._params, self._state, packed)
 
     def _count_known_tokens(self, sequence: SequenceState) -> None:
         """Start a slot's token counts over with what the host knows of the sequence."""
@@ -159,7 +116,7 @@ class ModelRunner:
             piece = np.full(PENALTY_PIECE + 3, -1, np.int32)
             piece[:3] = sequence.slot, max(num_prompt - start, 0), start == 0
             piece[3 : 3 + len(ids)] = ids
-            self._penalties = self.executables["penalties",](self._penalties, piece)
+            self._penalties = self.executables[Upkeep.PENALTIES](self._penalties, piece)
 
     def sample(self, scheduled: SchedulerOutput) -> InFlight:
         """Dispatch the sampling of a step's rows; the copy to the host starts at once."""
@@ -169,7 +126,7 @@ class ModelRunner:
             return InFlight(scheduled, None, [], now)
         step, prompt_rows = built
         full = step.variant == "full"
-        out, last_token, penalties = self.executables["sample", step.num_rows, step.variant](
+        out, last_token, penalties = self.executables[Sample(step.num_rows, step.variant)](
             self._head_params,
             self._state.hidden_RD,
             self._state.last_token,

@@ -53,7 +53,7 @@ class EnginePlan:
             max_num_seqs=self.max_num_seqs,
             pages_per_seq=-(-self.max_model_len // self.kv.page_size),
             page_size=self.kv.page_size,
-            max_rows=max(self.buckets.rows),
+            max_rows=max(self.buckets.scoring_rows),
             vocab=self.vocab,
         )
 
@@ -103,27 +103,31 @@ def make_plan(
             )
     else:
         max_model_len = spec.max_position
+    on_cpu = device.platform == "cpu"
+    max_num_seqs = config.max_num_seqs or (64 if on_cpu else 256)
     tokens = config.max_num_batched_tokens
     if tokens is None:
-        tokens = 2048 if device.platform == "cpu" else 8192 if serving else 16384
-        tokens = max(min(tokens, config.max_num_seqs * max_model_len), config.max_num_seqs)
+        tokens = 2048 if on_cpu else 8192 if serving else 16384
+        tokens = max(min(tokens, max_num_seqs * max_model_len), max_num_seqs)
         if not config.enable_chunked_prefill:
             tokens = max(tokens, max_model_len)
-    if tokens < config.max_num_seqs:
+    if tokens < max_num_seqs:
         raise ValueError(
             f"--max-num-batched-tokens {tokens} is less than --max-num-seqs "
-            f"{config.max_num_seqs}: every running sequence needs a token a step."
+            f"{max_num_seqs}: every running sequence needs a token a step."
         )
     if not config.enable_chunked_prefill and tokens < max_model_len:
         raise ValueError(
             f"--max-num-batched-tokens {tokens} is less than the model length {max_model_len}, "
             f"and --no-enable-chunked-prefill forbids to split a prompt."
         )
-    kv_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.dtype(DTYPES[config.kv_cache_dtype])
+    kv_dtype = (
+        dtype if config.kv_cache_dtype == "auto" else jnp.dtype(DTYPES[config.kv_cache_dtype])
+    )
     return EnginePlan(
         max_model_len=max_model_len,
         max_num_batched_tokens=tokens,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=max_num_seqs,
         kv=KVPagesSpec(
             groups=group_layers(tuple(layer.window for layer in spec.layers)),
             num_pages=2,
@@ -132,6 +136,6 @@ def make_plan(
             head_dim=spec.head_dim,
             dtype=kv_dtype,
         ),
-        buckets=Buckets(config.max_num_seqs, tokens, device.platform),
+        buckets=Buckets(max_num_seqs, tokens, device.platform),
         vocab=spec.vocab,
     )

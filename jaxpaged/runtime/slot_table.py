@@ -8,14 +8,16 @@ import numpy as np
 
 from jaxpaged.core.scheduler import ScheduledSequence
 from jaxpaged.core.sequence import SequenceState
+from jaxpaged.runtime.sampler import VARIANTS
 from jaxpaged.runtime.token_masks import below_min_tokens, static_mask
 from jaxpaged.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 
-VARIANTS = ("greedy", "plain", "filtered", "logprobs", "full")  # each a superset of the one before
 FULL = VARIANTS.index("full")
+SCORING = VARIANTS[VARIANTS.index("logprobs") :]  # variants that report log-probabilities
 
 
 def has_penalties(params: SamplingParams) -> bool:
+    """Whether a token's score depends on how often it came before."""
     return bool(
         params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
     )
@@ -35,6 +37,8 @@ def _variant_level(params: SamplingParams, masked: bool) -> int:
 
 
 class SlotTable:
+    """Holds every setting of `sample` that stays the same for a sequence."""
+
     def __init__(self, max_num_seqs: int, vocab: int) -> None:
         self._vocab = vocab
         self._level = np.zeros(max_num_seqs, np.int32)
@@ -60,7 +64,9 @@ class SlotTable:
             params, arrays = request.params, self._arrays
             mask_W = static_mask(request, self._vocab)
             self._static_masks[slot] = mask_W
-            self._level[slot] = _variant_level(params, mask_W is not None or request.bad_word_ids != ())
+            self._level[slot] = _variant_level(
+                params, mask_W is not None or request.bad_word_ids != ()
+            )
             seed = request.seed % 2**64
             arrays["seed_R2"][slot] = seed & 0xFFFFFFFF, seed >> 32
             arrays["choice_R"][slot] = sequence.index

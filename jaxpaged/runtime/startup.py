@@ -19,6 +19,7 @@ from jaxpaged.runtime.compilation import enable_compile_cache
 from jaxpaged.runtime.memory import page_budget
 from jaxpaged.runtime.model_runner import ModelRunner
 from jaxpaged.runtime.plan import EnginePlan, make_plan, model_dtype
+from jaxpaged.runtime.programs import largest_keys
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ PROBE_PAGES = 64  # pool size while the temporaries of the largest step are meas
 
 @dataclass(frozen=True)
 class Started:
+    """A runner that is ready, and what start-up settled and took."""
+
     runner: ModelRunner
     backend: str  # attention backend in use
     platform: str
@@ -65,7 +68,9 @@ def start_runner(config: EngineConfig, *, serving: bool) -> Started:
     start = time.perf_counter()
     if not config.enforce_eager:
         # A CPU has nothing to load: one small step tells that everything runs.
-        runner.warm_up(plan.buckets.forward[:1] if device.platform == "cpu" else plan.buckets.forward)
+        runner.warm_up(
+            plan.buckets.forward[:1] if device.platform == "cpu" else plan.buckets.forward
+        )
     seconds["warmup"] = time.perf_counter() - start
     return Started(runner, backend, device.platform, jnp.dtype(dtype).name, seconds)
 
@@ -83,7 +88,7 @@ def _size_pool(
     if device.platform == "gpu" and measured:
         probe_plan = plan.with_pages(config, model.spec, PROBE_PAGES * plan.kv.page_bytes)
         probe = _runner(config, probe_plan, model, params)
-        largest = probe.largest_keys()
+        largest = largest_keys(plan.buckets)
         probe.executables.compile_all(largest)
         temporary = max(probe.executables.temporary_bytes(key) for key in largest)
         step_input = 4 * max(

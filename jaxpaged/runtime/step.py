@@ -19,8 +19,8 @@ from jaxpaged.models.decoder import Decoder, Params
 from jaxpaged.runtime import sampler
 from jaxpaged.runtime.packing import Packing
 
-@struct.dataclass
-class EngineState:
+
+class EngineState(struct.PyTreeNode):
     """Everything that outlives a step on the device, one donated pytree."""
 
     kv_pages: tuple[jax.Array, ...]  # [P, 2, K, S, H] each
@@ -95,7 +95,12 @@ def update_page_tables(page_tables: jax.Array, index_X: jax.Array, page_X: jax.A
 
 
 def forward(
-    model: Decoder, shapes: StepShapes, bucket: Bucket, params: Params, state: EngineState, packed: jax.Array
+    model: Decoder,
+    shapes: StepShapes,
+    bucket: Bucket,
+    params: Params,
+    state: EngineState,
+    packed: jax.Array,
 ) -> EngineState:
     """Compute one bucket of tokens: write their pages, leave the sampled rows in `hidden_RD`."""
     arrays = shapes.forward_packing(bucket).unpack(packed)
@@ -136,9 +141,7 @@ def sample(
         shapes.sample_packing(num_rows, variant).unpack(packed)
     )
     logits_RV = model.apply({"params": head_params}, hidden_RD[:num_rows], method="logits")
-    out, penalties = sampler.sample(
-        logits_RV, batch, variant, penalties, max_logprobs=max_logprobs
-    )
+    out, penalties = sampler.sample(logits_RV, batch, variant, penalties, max_logprobs=max_logprobs)
     # Rows that sample nothing carry the null slot.
     return out, last_token.at[batch.slot_R].set(out.token_R), penalties
 
@@ -146,6 +149,7 @@ def sample(
 def zero_state(
     shapes: StepShapes, kv_pages: tuple[jax.Array, ...], width: int, dtype: jnp.dtype
 ) -> EngineState:
+    """The state of an engine that has computed nothing."""
     return EngineState(
         kv_pages=kv_pages,
         page_tables=jnp.zeros(

@@ -11,6 +11,7 @@ from jaxpaged.core.scheduler import ScheduledSequence
 
 
 def num_words(vocab: int) -> int:
+    """W: 32-bit words that a mask of the vocabulary takes."""
     return -(-vocab // 32)
 
 

@@ -74,7 +74,11 @@ class Naive:
                 row_R=length[None] - 1,
             )
             hidden, _ = self.model.apply(
-                {"params": self.params}, batch, jnp.zeros(1, jnp.int32), kv.zeros(), method="forward"
+                {"params": self.params},
+                batch,
+                jnp.zeros(1, jnp.int32),
+                kv.zeros(),
+                method="forward",
             )
             return self.model.apply({"params": self.params}, hidden, method="logits")[0]
 

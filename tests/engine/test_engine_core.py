@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.engine_core import EngineCore
 from tests.engine.harness import (
-    GEMMA, LLAMA, VOCAB, Naive, assert_greedy, drain, naive_of, request, run, write_model,
+    GEMMA,
+    LLAMA,
+    VOCAB,
+    Naive,
+    assert_greedy,
+    naive_of,
+    request,
+    run,
+    write_model,
 )  # fmt: skip
 
 SMALL: dict[str, Any] = {
@@ -25,9 +33,7 @@ MODELS = {"llama": LLAMA, "gemma": GEMMA}
 
 def prompts(count: int, longest: int = 60, seed: int = 0) -> list[list[int]]:
     draw = random.Random(seed)
-    return [
-        [draw.randrange(VOCAB) for _ in range(draw.randint(1, longest))] for _ in range(count)
-    ]
+    return [[draw.randrange(VOCAB) for _ in range(draw.randint(1, longest))] for _ in range(count)]
 
 
 @pytest.fixture(scope="module", params=MODELS)
