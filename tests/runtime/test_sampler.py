@@ -204,6 +204,24 @@ def test_filters_keep_what_sorting_keeps(rules: dict[str, float]) -> None:
     assert (kept_by_threshold(logits, **full) == expected).all()
 
 
+@pytest.mark.parametrize("digit_bits", [1, 2, 4])
+def test_threshold_in_digits_of_any_length(digit_bits: int) -> None:
+    """Passes of any length end at the same key: the one that sorting finds."""
+    rng = np.random.default_rng(5)
+    key_RV = rng.integers(0, 2**32, (6, V), np.uint32)
+    need = [1, 2, 17, V - 1, V, V + 1]
+    search = jax.jit(partial(sampler._threshold, digit_bits=digit_bits))
+    got = search(key_RV, jnp.int32(1), jnp.asarray(need, jnp.int32))
+    order_RV = np.sort(key_RV)[:, ::-1]
+    assert got.tolist() == [*(order_RV[r, n - 1] for r, n in enumerate(need[:-1])), 0]
+
+
+@pytest.mark.parametrize("row", [[np.nan] * V, [-np.inf] * V, [np.nan, *[1.0] * (V - 1)]])
+def test_broken_logits_still_give_a_token(row: list[float]) -> None:
+    for variant in VARIANTS:
+        assert 0 <= draw([row], variant, top_p_R=0.5).token_R[0] < V
+
+
 @hypothesis.settings(max_examples=150, deadline=None)
 @hypothesis.given(
     values=st.lists(st.integers(-12, 12), min_size=V, max_size=V),
