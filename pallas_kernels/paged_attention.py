@@ -52,7 +52,8 @@ def paged_attention(
 
     Args:
         q_TNH: queries of all sequences, flat. Head n belongs to KV head n // (N / K).
-        pages_P2KSH: the pool, keys at 0 and values at 1; float32, bfloat16 or float16.
+        pages_P2KSH: the pool, keys at 0 and values at 1; float32, bfloat16 or float16. Where
+            it differs from the queries' dtype, the wider one is computed with.
         page_table_BM: int32 pages of each sequence in order of position. Entries that no query
             can see (beyond the length, before the window) may be anything inside the pool.
         query_start_B1: int32, rising.
@@ -161,14 +162,13 @@ class _Attend:
         page_bytes = 2 * self.K * self.S * self.H * pages_P2KSH.dtype.itemsize
         block_bytes = self.pages_per_block * page_bytes
         self.group_size = min(max(GROUP_BYTES // block_bytes, 1), MAX_GROUP)
-        self.precision = lax.Precision.HIGHEST if pages_P2KSH.dtype == jnp.float32 else None
 
     def __call__(
         self, q_UKRH: jax.Array, position_UR: jax.Array, page_table_UM: jax.Array
     ) -> jax.Array:
         """float32[U, K, R, H]; `position_UR` is -1 for rows that see nothing and come out 0."""
         U, K, R, H = q_UKRH.shape
-        q_UKRH = q_UKRH.astype(self.pages_P2KSH.dtype)
+        q_UKRH = q_UKRH.astype(jnp.promote_types(q_UKRH.dtype, self.pages_P2KSH.dtype))
         C = self.pages_per_block * self.S
         last_U = position_UR.max(axis=1)
         first_UR = jnp.zeros_like(position_UR)
@@ -181,7 +181,7 @@ class _Attend:
             key_C = i * C + jnp.arange(C)
             # Values that no row sees may be anything, NaN included.
             read_UC = (key_C >= first_U[:, None]) & (key_C <= last_U[:, None])
-            k_UKCH, v_UKCH = self._read(page_table_UM, i)
+            k_UKCH, v_UKCH = (x.astype(q_UKRH.dtype) for x in self._read(page_table_UM, i))
             v_UKCH = jnp.where(read_UC[:, None, :, None], v_UKCH, 0)
             sees_URC = (key_C >= first_UR[:, :, None]) & (key_C <= position_UR[:, :, None])
             return self._fold(state, q_UKRH, k_UKCH, v_UKCH, sees_URC[:, None])
@@ -215,9 +215,10 @@ class _Attend:
         sees_U1RC: jax.Array,
     ) -> _Softmax:
         """Add one block of keys to the running softmax."""
+        precision = lax.Precision.HIGHEST if q_UKRH.dtype == jnp.float32 else None
         score_UKRC = self.scale * jnp.einsum(
             "ukrh,ukch->ukrc", q_UKRH, k_UKCH,
-            precision=self.precision, preferred_element_type=jnp.float32,
+            precision=precision, preferred_element_type=jnp.float32,
         )
         if self.softcap is not None:
             score_UKRC = self.softcap * jnp.tanh(score_UKRC / self.softcap)
@@ -228,7 +229,7 @@ class _Attend:
         decay_UKR = jnp.exp(state.max_UKR - max_UKR)
         new_UKRH = jnp.einsum(
             "ukrc,ukch->ukrh", weight_UKRC.astype(v_UKCH.dtype), v_UKCH,
-            precision=self.precision, preferred_element_type=jnp.float32,
+            precision=precision, preferred_element_type=jnp.float32,
         )
         return _Softmax(
             max_UKR,

@@ -117,6 +117,14 @@ def test_half_precision_pages(dtype: str, atol: float) -> None:
     check(r, atol=atol)
 
 
+@pytest.mark.parametrize(("queries", "pages"), [("bfloat16", "float32"), ("float32", "float16")])
+def test_pages_of_another_dtype_than_the_queries(queries: str, pages: str) -> None:
+    r = ragged_batch(MIXED, T=256, B=8, dtype="float16")
+    r = r.replace(q_TNH=r.q_TNH.astype(queries), pages_P2KSH=r.pages_P2KSH.astype(pages))
+    assert attention(r).dtype == queries
+    check(r, atol=1e-2 if queries == "bfloat16" else 2e-6)
+
+
 @hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(st.data())
 def test_any_ragged_batch(data: st.DataObject) -> None:
