@@ -99,6 +99,15 @@ def test_an_evicted_page_ends_the_hit_and_may_come_back(make_sequence: Make) -> 
     assert books.hit(list(range(13))) == 3
 
 
+def test_nothing_is_left_of_evicted_pages(make_sequence: Make) -> None:
+    books = Books(make_sequence, windows=(None, 3))
+    sequence = books.compute(list(range(13)))
+    for table in sequence.block_tables:
+        for page in table:
+            books.evict(page)
+    assert not books.cache._pages and not books.cache._keys
+
+
 def test_a_weight_version_has_its_own_pages(make_sequence: Make) -> None:
     books = Books(make_sequence)
     tokens = list(range(13))

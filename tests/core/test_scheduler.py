@@ -268,10 +268,10 @@ def test_the_last_in_order_is_preempted_and_comes_back_with_its_token(
     assert "request c choice 0 is preempted by RECOMPUTE" in caplog.text
     assert (c.num_in_flight, c.num_computed, c.status) == (1, 0, Status.WAITING)
     assert "12 computed tokens are dropped" in caplog.text
-    assert not scheduler.schedule().admitted, "its token is not known yet"
+    scheduler.abort("b")
+    assert not scheduler.schedule().admitted, "there is room, but its token is not known yet"
     take(scheduler, first, 1)
     assert c.output_token_ids == [1] and c.num_in_flight == 0
-    scheduler.abort("b")
     output = scheduler.schedule()
     assert output.admitted == (c,), "it goes before d, which came later"
     assert plan(output)["c", 0] == (4, 9), "its first page was still cached"
@@ -382,6 +382,17 @@ def test_who_does_not_read_the_cache(
     scheduler.add(make_request(list(range(9)), "b", **fields))
     assert plan(step(scheduler))["b", 0] == (0, 9)
     assert scheduler.prefix_cache_hits == 0
+
+
+def test_who_does_not_read_the_cache_still_writes_it(
+    make_scheduler: MakeScheduler, make_request: MakeRequest
+) -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_request(list(range(9)), "a", prompt_logprobs=0))
+    scheduler.add(make_request(list(range(9)), "b", n=2))
+    output = step(scheduler)
+    assert plan(output) == {("a", 0): (0, 9), ("b", 0): (8, 1), ("b", 1): (8, 1)}
+    assert [item.sequence.num_cached_tokens for item in output.sequences] == [8, 8, 0]
 
 
 def test_resets_and_new_weights(make_scheduler: MakeScheduler, make_request: MakeRequest) -> None:
