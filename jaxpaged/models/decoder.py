@@ -73,7 +73,6 @@ class Attention(nn.Module):
             backend=self.backend,
             scale=s.attention_scale,
             window=self.window,
-            softcap=s.attention_softcap,
         )
         if self.mesh is not None:
             attend_heads = split_attention(attend_heads, self.mesh)

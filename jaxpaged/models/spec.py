@@ -47,8 +47,7 @@ class ModelSpec:
     qk_norm: bool = False  # queries and keys are normalised per head before RoPE
     post_norms: bool = False  # attention and MLP outputs are normalised too
     embed_scale: float | None = None  # embeddings are multiplied by this, rounded to their dtype
-    attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
-    final_softcap: float | None = None  # so do logits
+    final_softcap: float | None = None  # logits become cap * tanh(logit / cap)
     tie_embeddings: bool = False  # the embedding table is the head as well
 
     @property

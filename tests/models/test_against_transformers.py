@@ -48,10 +48,21 @@ def test_committed_references(name: str, generated: Callable[[str], Generated]) 
 
 @pytest.mark.parametrize("name", tiny_models.CONFIGS)
 def test_live(name: str, generated: Callable[[str], Generated], tmp_path: Path) -> None:
+    folder = tiny_models.write_model(tmp_path, tiny_models.CONFIGS[name])
+    compare(folder, *generated(name))
+
+
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_live_with_a_random_config(family: str, tmp_path: Path) -> None:
+    folder = tiny_models.write_model(tmp_path, tiny_models.random_config(family, seed=2))
+    compare(folder, *PagedRunner.load(folder).generate(tiny_models.prompts(), 64))
+
+
+def compare(folder: Path, tokens: list[list[int]], logits: list[np.ndarray]) -> None:
+    """Fed our own tokens, transformers must score them alike and choose each of them too."""
     reference = pytest.importorskip("transformers_reference")  # needs torch
-    model = reference.load(tiny_models.write_model(tmp_path, tiny_models.CONFIGS[name]))
-    for prompt, tokens, logits in zip(tiny_models.prompts(), *generated(name), strict=True):
-        expected = reference.logits(model, prompt + tokens)[len(prompt) - 1 : -1]
-        np.testing.assert_allclose(logits, expected, atol=TOLERANCE, rtol=0)
-        # Fed our own tokens, the reference would choose each of them too.
-        assert expected.argmax(-1).tolist() == tokens
+    model = reference.load(folder)
+    for prompt, ours, rows in zip(tiny_models.prompts(), tokens, logits, strict=True):
+        expected = reference.logits(model, prompt + ours)[len(prompt) - 1 : -1]
+        np.testing.assert_allclose(rows, expected, atol=TOLERANCE, rtol=0)
+        assert expected.argmax(-1).tolist() == ours
