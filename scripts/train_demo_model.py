@@ -50,6 +50,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--learning-rate", type=float, default=training.learning_rate)
     add("--weight-decay", type=float, default=training.weight_decay)
     add("--evaluate-every", type=int, default=training.evaluate_every, help="steps")
+    add("--minutes", type=float, default=training.minutes, help="stop by then")
+    add("--attention", choices=["xla", "cudnn"], default=network.attention)
     add("--questions", type=int, default=1200, help="chats an epoch that open with a question")
     add("--seed", type=int, default=training.seed)
     return parser.parse_args()
@@ -71,6 +73,7 @@ def main() -> None:
         num_hidden_layers=args.layers,
         max_position_embeddings=args.context,
         dropout=args.dropout,
+        attention=args.attention,
     )
     training = TrainingConfig(
         steps=args.steps,
@@ -78,6 +81,7 @@ def main() -> None:
         learning_rate=args.learning_rate,
         weight_decay=args.weight_decay,
         evaluate_every=args.evaluate_every,
+        minutes=args.minutes,
         seed=args.seed,
     )
     model = Llama(network, encoder.bos_id)
@@ -102,6 +106,7 @@ def main() -> None:
         "device": jax.devices()[0].device_kind,
         "seconds": round(outcome.seconds, 1),
         "steps": outcome.steps,
+        "best_step": outcome.best_step,  # whose weights were kept
         "tokens_per_step": args.batch_size * args.context,
         "held_out_nats_per_token": round(nats, 4),
         "held_out_bits_per_byte": round(nats * tokens / math.log(2) / num_bytes, 4),

@@ -73,7 +73,7 @@ class Conversations:
     def _index_topics(self) -> dict[str, list[str]]:
         topics = {topic: set(words.split()) for topic, words in self._topics.items()}
         found = defaultdict(list)
-        for speech in self._speeches:
+        for speech in (speech for speech in self._speeches if len(speech) >= 60):
             start = set(re.findall(r"[a-z]+", speech[:160].lower()))
             for topic, words in topics.items():
                 if words & start:

@@ -146,7 +146,8 @@ def _parse_play(title: str, front: list[list[str]], blocks: list[list[str]]) -> 
 def _parse_poem(title: str, blocks: list[list[str]]) -> list[Document]:
     """Numbered poems are documents of their own; the rest of a work is one document."""
     documents: list[Document] = []
-    heading, parts = "", []
+    heading = ""
+    parts: list[Part] = []
     for block in blocks:
         if len(block) == 1 and _NUMERAL.fullmatch(block[0].strip()):
             if parts:

@@ -79,7 +79,8 @@ def export(folder: Path, params: Any, config: NetworkConfig, tokenizer: Tokenize
 def write_card(folder: Path, report: dict[str, Any]) -> None:
     """README.md (the model card, with the numbers of `report`) and NOTICE beside the weights."""
     card = Template((_HERE / "card.md").read_text("utf-8"))
-    (folder / "README.md").write_text(card.substitute(report), "utf-8")
+    shown = {k: f"{v:,}" if isinstance(v, int) else v for k, v in report.items()}
+    (folder / "README.md").write_text(card.substitute(shown), "utf-8")
     shutil.copy(_HERE / "NOTICE", folder)
 
 

@@ -6,6 +6,7 @@ Axes: N rows, T positions, D width, G query heads of a key head, K key heads, H 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import flax.linen as nn
 import jax
@@ -27,6 +28,7 @@ class NetworkConfig:
     rms_norm_eps: float = 1e-5
     dropout: float = 0.2
     dtype: str = "bfloat16"  # of the activations; the parameters are float32
+    attention: Literal["xla", "cudnn"] = "xla"  # cudnn: on a GPU, without the T x T scores
 
     @property
     def head_dim(self) -> int:
@@ -45,12 +47,15 @@ def rotate(x_NTKH: jax.Array, theta: float) -> jax.Array:
 
 
 class Block(nn.Module):
-    """Attention and gated feed-forward, each with a norm in front and dropout behind."""
+    """Attention and gated feed-forward, each with a norm in front and dropout behind.
+
+    `same_N1TT`: whether two positions belong to one document.
+    """
 
     config: NetworkConfig
 
     @nn.compact
-    def __call__(self, x_NTD: jax.Array, mask_N1TT: jax.Array, train: bool) -> jax.Array:
+    def __call__(self, x_NTD: jax.Array, same_N1TT: jax.Array, train: bool) -> jax.Array:
         c = self.config
         depth_init = nn.initializers.normal(0.02 / (2 * c.num_hidden_layers) ** 0.5)
 
@@ -68,7 +73,12 @@ class Block(nn.Module):
             for part, n in heads.items()
         )
         mixed_NTKH = jax.nn.dot_product_attention(
-            rotate(q, c.rope_theta), rotate(k, c.rope_theta), v, mask=mask_N1TT
+            rotate(q, c.rope_theta),
+            rotate(k, c.rope_theta),
+            v,
+            mask=same_N1TT,
+            is_causal=True,
+            implementation=c.attention,
         )
         mixed_NTD = mixed_NTKH.reshape(*x_NTD.shape[:2], -1)
         x_NTD = x_NTD + drop(dense(c.hidden_size, "o_proj", depth_init)(mixed_NTD))
@@ -91,7 +101,6 @@ class Llama(nn.Module):
         c = self.config
         document_NT = jnp.cumsum(ids_NT == self.bos_token_id, axis=1)
         same_N1TT = (document_NT[:, :, None] == document_NT[:, None, :])[:, None]
-        mask_N1TT = same_N1TT & jnp.tri(ids_NT.shape[1], dtype=bool)
 
         embed = nn.Embed(
             c.vocab_size,
@@ -102,6 +111,6 @@ class Llama(nn.Module):
         )
         x_NTD = nn.Dropout(c.dropout, deterministic=not train)(embed(ids_NT))
         for layer in range(c.num_hidden_layers):
-            x_NTD = Block(c, name=f"layers_{layer}")(x_NTD, mask_N1TT, train)
+            x_NTD = Block(c, name=f"layers_{layer}")(x_NTD, same_N1TT, train)
         x_NTD = nn.RMSNorm(epsilon=c.rms_norm_eps, dtype=c.dtype, name="norm")(x_NTD)
         return embed.attend(x_NTD).astype(jnp.float32)

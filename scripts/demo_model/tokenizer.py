@@ -54,8 +54,8 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self.bos_id: int = tokenizer.token_to_id(BOS)
         self.bos, self.eos, self._end = (self._special(token) for token in (BOS, EOS, END))
+        self.bos_id = int(self.bos[0])
         self._roles = {role: self._special(token) for role, token in ROLES.items()}
         self._cache: dict[str, np.ndarray] = {}
 

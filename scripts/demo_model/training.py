@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,7 @@ class TrainingConfig:
     ema_decay: float = 0.998
     evaluate_every: int = 500
     patience: int = 4  # evaluations without a better held-out loss before it stops
+    minutes: float = math.inf  # the first evaluation after that is the last
     seed: int = 0
 
 
@@ -47,6 +49,7 @@ class TrainState(NamedTuple):
     averaged: Params
     optimizer: optax.OptState
     best: Params
+    best_step: jax.Array
     best_loss: jax.Array
     worse: jax.Array  # evaluations since
 
@@ -55,6 +58,7 @@ class Outcome(NamedTuple):
     """The best parameters, the steps taken and the seconds this run took, compilation included."""
 
     params: Params
+    best_step: int
     steps: int
     seconds: float
     history: list[dict[str, float]]
@@ -86,8 +90,11 @@ def train(
     held_out: Rows,
     checkpoints: Path,
 ) -> Outcome:
-    """Train until `config.steps` or until the held-out loss stops falling, going on from the
-    newest checkpoint of the folder if there is one. `epoch(i)` gives the rows of the i-th epoch."""
+    """Train until `config.steps`, or until the time is up or the held-out loss stops falling; go
+    on from the newest checkpoint of the folder if there is one.
+
+    `epoch(i)` gives the rows of the i-th epoch.
+    """
     began = time.perf_counter()
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, config.learning_rate, int(config.warmup * config.steps), config.steps
@@ -98,14 +105,16 @@ def train(
     )
     key = jax.random.key(config.seed)
     params = jax.jit(model.init)(key, held_out.ids_NT1[:1, :-1])["params"]
+    zero = jnp.zeros((), jnp.int32)
     state = TrainState(
-        jnp.zeros((), jnp.int32),
-        params,
-        params,
-        optimizer.init(params),
-        params,
-        jnp.float32(jnp.inf),
-        jnp.zeros((), jnp.int32),
+        step=zero,
+        params=params,
+        averaged=params,
+        optimizer=optimizer.init(params),
+        best=params,
+        best_step=zero,
+        best_loss=jnp.float32(jnp.inf),
+        worse=zero,
     )
     history: list[dict[str, float]] = []
     with ocp.CheckpointManager(
@@ -127,10 +136,12 @@ def train(
                 )
                 bar.set_postfix(loss=f"{float(loss):.3f}", held_out=f"{held_out_loss:.4f}")
                 manager.save(step + 1, args=ocp.args.StandardSave(state))
-                if state.worse >= config.patience:
+                late = time.perf_counter() - began > 60 * config.minutes
+                if late or state.worse >= config.patience:
                     break
         bar.close()
-    return Outcome(state.best, int(state.step), time.perf_counter() - began, history)
+    seconds = time.perf_counter() - began
+    return Outcome(state.best, int(state.best_step), int(state.step), seconds, history)
 
 
 def _batches(
@@ -185,6 +196,7 @@ def _remember_best(state: TrainState, held_out_loss: float) -> TrainState:
     if held_out_loss < float(state.best_loss):
         return state._replace(
             best=state.averaged,
+            best_step=state.step,
             best_loss=jnp.float32(held_out_loss),
             worse=jnp.zeros((), jnp.int32),
         )
