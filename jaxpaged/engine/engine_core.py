@@ -215,9 +215,9 @@ class EngineCore:
         self._admitted_at.pop(request_id, None)
 
     def stats(self) -> EngineStats:
-        """Gauges and counters as they stand."""
+        """Gauges and counters as they stand; the figures of a step are told once."""
         scheduler = self._scheduler
-        return EngineStats(
+        stats = EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             kv_cache_usage=scheduler.pages.pool.usage,
@@ -230,6 +230,9 @@ class EngineCore:
             device_step_seconds=self._step_seconds,
             host_gap_seconds=self._host_gap,
         )
+        self._iteration_tokens = self._bucket_tokens = 0
+        self._step_seconds = self._host_gap = 0.0
+        return stats
 
 
 def _logprobs(result: StepResult, row: int, token_id: int, count: int | None) -> TokenLogprobs:

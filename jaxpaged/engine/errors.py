@@ -24,3 +24,14 @@ class RequestFailedError(RuntimeError):
         super().__init__(message)
         self.message = message
         self.code = code
+
+
+class EngineDeadError(RequestFailedError):
+    """The engine's process is gone: no request will be served any more."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, 503)
+
+
+class EngineStartError(RuntimeError):
+    """The engine could not start; one line that says what to change."""

@@ -37,16 +37,19 @@ class InputProcessor:
         add_special_tokens: bool = True,
         truncate_prompt_tokens: int | None = None,
         cache_salt: str | None = None,
+        arrival_time: float | None = None,
     ) -> AddRequest:
         """A request whose every id is in the vocabulary and that fits the model.
 
         Args:
             truncate_prompt_tokens: keep at most that many of the prompt's last tokens; -1: as
                 many as the model takes.
+            arrival_time: time.time() when it came in; default: now.
 
         Raises:
             BadRequestError: says what to change, and in which field.
         """
+        arrival_time = time.time() if arrival_time is None else arrival_time
         token_ids = self._token_ids(prompt, add_special_tokens)
         token_ids = self._truncate(token_ids, truncate_prompt_tokens)
         params = self._check_length(token_ids, params)
@@ -54,12 +57,14 @@ class InputProcessor:
         self._check_logprobs(params)
         if self._tokenizer is None and (params.stop or params.bad_words):
             raise BadRequestError("stop and bad_words need a tokenizer, and none is loaded")
+        if params.stop and not params.detokenize:
+            raise BadRequestError("stop strings need detokenize=True", "stop")
         eos = [] if self._tokenizer is None or params.ignore_eos else self._tokenizer.eos_token_ids
         return AddRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
             params=params,
-            arrival_time=time.time(),
+            arrival_time=arrival_time,
             eos_token_ids=eos,
             bad_word_ids=[ids for word in params.bad_words for ids in self._bad_word_ids(word)],
             cache_salt=cache_salt,
@@ -156,10 +161,8 @@ class InputProcessor:
         """The token sequences that spell a word, at the start of a text and within one."""
         assert self._tokenizer is not None
         bare = word.lstrip() or word
-        spellings = [
+        alone, inside = (
             self._tokenizer.encode(prefix + bare, add_special_tokens=False) for prefix in ("", " ")
-        ]
-        alone, inside = spellings
-        # A spaced spelling that only puts a space token in front says nothing new.
-        same = len(inside) != len(alone) or (inside and alone and inside[0] == alone[0])
-        return [alone] if same else [alone, inside]
+        )
+        # A spaced spelling that ends in the bare one is forbidden with it.
+        return [alone] if inside[-len(alone) :] == alone else [alone, inside]

@@ -53,10 +53,9 @@ class LLM:
         )
         self.tokenizer: Tokenizer | None = None
         if not self.config.skip_tokenizer_init:
+            named = self.config.tokenizer
             self.tokenizer = Tokenizer.load(
-                folder
-                if self.config.tokenizer is None
-                else model_files.resolve_model(self.config.tokenizer)
+                folder if named is None else model_files.resolve_model(named), folder
             )
         self._defaults = (
             generation_defaults(folder) if self.config.generation_config == "auto" else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jaxpaged.engine.detokenizer import Detokenizer
@@ -16,8 +15,9 @@ from jaxpaged.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogp
 
 @dataclass
 class _Choice:
-    output: CompletionOutput  # all of it
+    output: CompletionOutput  # all of it, unless only deltas are wanted
     detokenizer: Detokenizer | None
+    logprob: float = 0.0  # of all tokens so far
 
 
 @dataclass
@@ -56,7 +56,7 @@ class OutputProcessor:
             delta: outputs hold what is new; otherwise everything so far.
         """
         choices = [
-            _Choice(self._new_output(request, index), self._detokenizer(request))
+            _Choice(CompletionOutput(index), self._detokenizer(request))
             for index in range(request.params.n)
         ]
         self._requests[request.request_id] = _Request(
@@ -104,12 +104,6 @@ class OutputProcessor:
         )
         return output, tell
 
-    def _new_output(self, request: AddRequest, index: int) -> CompletionOutput:
-        output = CompletionOutput(index)
-        if request.params.logprobs is not None:
-            output.logprobs, output.cumulative_logprob = [], 0.0
-        return output
-
     def _detokenizer(self, request: AddRequest) -> Detokenizer | None:
         params = request.params
         if self._tokenizer is None or not params.detokenize:
@@ -137,53 +131,46 @@ class OutputProcessor:
     def _take_choice_news(
         self, state: _Request, news: SequenceOutput
     ) -> tuple[CompletionOutput, FinishSequence | None]:
-        """Update the choice; returns what is new of it."""
+        """What is new of the choice, up to a stop string."""
         choice = state.choices[news.index]
-        reason, stop_reason, tell = news.finish_reason, news.stop_reason, None
-        token_ids: Sequence[int] = news.token_ids
-        text = ""
-        if choice.detokenizer is not None:
-            detokenizer = choice.detokenizer
-            # The token that ended it (EOS or a stop token) is no part of the text.
-            keep_last = reason != "stop" or state.request.params.include_stop_str_in_output
-            shown = token_ids if keep_last else token_ids[:-1]
-            for count, token_id in enumerate(shown, 1):
-                if detokenizer.add(token_id):
-                    token_ids = token_ids[:count]
-                    if reason is None or count < len(news.token_ids):
-                        tell = FinishSequence(news.request_id, news.index, detokenizer.num_tokens)
-                    reason, stop_reason_text = "stop", detokenizer.stop_string
-                    break
-            else:
-                stop_reason_text = None
-            text = detokenizer.take(final=reason is not None)
-        else:
-            stop_reason_text = None
         fresh = CompletionOutput(
             index=news.index,
-            text=text,
-            token_ids=list(token_ids),
-            finish_reason=reason,
-            stop_reason=stop_reason if stop_reason_text is None else stop_reason_text,
+            token_ids=news.token_ids,
+            finish_reason=news.finish_reason,
+            stop_reason=news.stop_reason,
         )
-        self._extend(choice.output, fresh, news.logprobs)
+        tell = None
+        if choice.detokenizer is not None:
+            # The token that ended it (EOS or a stop token) is no part of the text.
+            ends_unseen = (
+                news.finish_reason == "stop" and not state.request.params.include_stop_str_in_output
+            )
+            tell = self._read(choice.detokenizer, fresh, news, ends_unseen)
+        if state.request.params.logprobs is not None:
+            raw = (news.logprobs or [])[: len(fresh.token_ids)]
+            fresh.logprobs = [self._logprobs(entry) for entry in raw]
+            choice.logprob += sum(entry.logprob for entry in raw)
+            fresh.cumulative_logprob = choice.logprob
+        if not state.delta:
+            _extend(choice.output, fresh)
         return fresh, tell
 
-    def _extend(
-        self,
-        whole: CompletionOutput,
-        fresh: CompletionOutput,
-        raw: list[RawLogprobs] | None,
-    ) -> None:
-        whole.text += fresh.text
-        whole.token_ids += fresh.token_ids
-        whole.finish_reason, whole.stop_reason = fresh.finish_reason, fresh.stop_reason
-        if whole.logprobs is not None and whole.cumulative_logprob is not None:
-            entries = (raw or [])[: len(fresh.token_ids)]
-            fresh.logprobs = [self._logprobs(entry) for entry in entries]
-            whole.logprobs += fresh.logprobs
-            whole.cumulative_logprob += sum(entry.logprob for entry in entries)
-            fresh.cumulative_logprob = whole.cumulative_logprob
+    @staticmethod
+    def _read(
+        detokenizer: Detokenizer, fresh: CompletionOutput, news: SequenceOutput, ends_unseen: bool
+    ) -> FinishSequence | None:
+        """Set the text; a stop string cuts the tokens behind it."""
+        tell = None
+        shown = news.token_ids[:-1] if ends_unseen else news.token_ids
+        for count, token_id in enumerate(shown, 1):
+            if detokenizer.add(token_id):
+                fresh.token_ids = news.token_ids[:count]
+                if news.finish_reason is None or count < len(news.token_ids):
+                    tell = FinishSequence(news.request_id, news.index, detokenizer.num_tokens)
+                fresh.finish_reason, fresh.stop_reason = "stop", detokenizer.stop_string
+                break
+        fresh.text = detokenizer.take(final=fresh.finished)
+        return tell
 
     def _logprobs(self, raw: RawLogprobs) -> TokenLogprobs:
         def text(token_id: int) -> str | None:
@@ -195,3 +182,14 @@ class OutputProcessor:
         ):
             found.setdefault(token_id, Logprob(logprob, rank, text(token_id)))
         return found
+
+
+def _extend(whole: CompletionOutput, fresh: CompletionOutput) -> None:
+    whole.text += fresh.text
+    whole.token_ids += fresh.token_ids
+    whole.cumulative_logprob = fresh.cumulative_logprob
+    if whole.logprobs is None:
+        whole.logprobs = fresh.logprobs
+    else:
+        whole.logprobs += fresh.logprobs or []
+    whole.finish_reason, whole.stop_reason = fresh.finish_reason, fresh.stop_reason

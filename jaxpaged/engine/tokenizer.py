@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2.exceptions import TemplateError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from jaxpaged.engine.errors import BadRequestError
-
-# transformers tells at every start that there is no PyTorch, and of long inputs: both are fine.
-logging.getLogger("transformers").setLevel(logging.ERROR)
 
 GENERATION_DEFAULTS = {  # generation_config.json -> SamplingParams
     "temperature": "temperature",
@@ -25,6 +23,7 @@ GENERATION_DEFAULTS = {  # generation_config.json -> SamplingParams
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
+LEAD = "a"  # text before a token whose own text is wanted: some decoders eat a leading space
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
@@ -49,12 +48,19 @@ def generation_defaults(folder: Path) -> dict[str, Any]:
 
 
 class Tokenizer:
-    """A model's tokenizer and chat template."""
+    """A model's tokenizer and chat template. Safe to use from several threads.
 
-    def __init__(self, backend: PreTrainedTokenizerBase, folder: Path) -> None:
+    Args:
+        backend: a transformers tokenizer.
+        folder: the model's, whose generation_config.json may name more ends of a text.
+    """
+
+    def __init__(self, backend: Any, folder: Path) -> None:
         self._backend = backend
-        fast = getattr(backend, "backend_tokenizer", None)
-        self._fast = fast
+        self._fast = getattr(backend, "backend_tokenizer", None)
+        if self._fast is not None:  # lengths are checked elsewhere
+            self._fast.no_truncation()
+            self._fast.no_padding()
         self.max_token_id = max(backend.get_vocab().values())
         self.bos_token_id: int | None = backend.bos_token_id
         configured = read_generation_config(folder).get("eos_token_id")
@@ -62,18 +68,26 @@ class Tokenizer:
         self.eos_token_ids: list[int] = sorted(
             {token_id for token_id in (*ids, backend.eos_token_id) if token_id is not None}
         )
+        self._lead = self.encode(LEAD, add_special_tokens=False)
+        self._lead_text = self.decode(self._lead)
         self.token_text = functools.lru_cache(maxsize=1 << 16)(self._token_text)
 
     @classmethod
-    def load(cls, folder: Path) -> Tokenizer:
-        """The tokenizer of a model folder.
+    def load(cls, folder: Path, model_folder: Path | None = None) -> Tokenizer:
+        """The tokenizer of a folder; `model_folder`: the model's, if that is another one.
 
         Raises:
             OSError: it is missing or unreadable; one line that names the folder.
         """
+        # transformers' own logger tells at import that there is no PyTorch, which is fine. The
+        # import waits till now because it takes long: meanwhile the engine's process starts.
+        logging.getLogger("transformers").addFilter(lambda entry: entry.levelno >= logging.ERROR)
+        transformers = importlib.import_module("transformers")
+        transformers.logging.set_verbosity_error()
         try:
-            return cls(AutoTokenizer.from_pretrained(folder, local_files_only=True), folder)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            backend = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            return cls(backend, model_folder or folder)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise OSError(f"no usable tokenizer in {folder}: {reason}") from error
 
@@ -83,6 +97,8 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; special tokens that it spells are recognised."""
+        if self._fast is not None:  # lets other threads run meanwhile
+            return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
         return self._backend.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(
@@ -91,7 +107,11 @@ class Tokenizer:
         skip_special_tokens: bool = False,
         spaces_between_special_tokens: bool = True,
     ) -> str:
-        """The text of token ids; bytes that are no whole character become U+FFFD."""
+        """The text of token ids; bytes that are no whole character become U+FFFD.
+
+        Args:
+            spaces_between_special_tokens: heeded by tokenizers written in Python alone.
+        """
         if self._fast is not None:
             return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return self._backend.decode(
@@ -101,15 +121,35 @@ class Tokenizer:
             clean_up_tokenization_spaces=False,
         )
 
+    def token(self, token_id: int) -> str:
+        """The vocabulary's own spelling of a token, such as "Ġthe"."""
+        return self._backend.convert_ids_to_tokens(token_id) or ""
+
     def _token_text(self, token_id: int) -> str:
-        """What one token alone reads like (cached)."""
+        """What one token reads like in the middle of a text (cached)."""
+        text = self.decode([*self._lead, token_id])
+        if text.startswith(self._lead_text):
+            return text[len(self._lead_text) :]
         return self.decode([token_id])
+
+    def token_bytes(self, token_id: int) -> list[int]:
+        """The UTF-8 bytes of a token, also of one that is a part of a character."""
+        text = self.token_text(token_id)
+        if "\ufffd" not in text:
+            return list(text.encode())
+        spelling = self.token(token_id)
+        if fallback := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", spelling):
+            return [int(fallback[1], 16)]
+        table = _byte_of_character()
+        if all(character in table for character in spelling):
+            return [table[character] for character in spelling]
+        return list(text.encode())
 
     def render_chat(
         self,
         messages: Sequence[dict[str, Any]],
         *,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template: str | None = None,
         documents: list[dict[str, str]] | None = None,
@@ -117,6 +157,9 @@ class Tokenizer:
         **template_kwargs: Any,
     ) -> str:
         """The prompt that a chat stands for; it names its BOS itself, if it wants one.
+
+        Args:
+            add_generation_prompt: begin a new answer; by default unless the last is continued.
 
         Raises:
             BadRequestError: there is no template, or it refuses the messages (in its own words).
@@ -127,6 +170,8 @@ class Tokenizer:
                 "with chat_template or --chat-template",
                 "chat_template",
             )
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
         try:
             return self._backend.apply_chat_template(
                 list(messages),
@@ -138,5 +183,18 @@ class Tokenizer:
                 tools=tools,
                 **template_kwargs,
             )
-        except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
+        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise BadRequestError(f"the chat template refuses: {error}", "messages") from error
+
+
+@functools.cache
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's alphabet of byte-level tokens: printable bytes are themselves, others follow 256.
+
+    Source: `bytes_to_unicode` of https://github.com/openai/gpt-2/blob/master/src/encoder.py.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + place): byte for place, byte in enumerate(others)
+    }

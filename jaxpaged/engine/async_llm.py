@@ -1,0 +1,282 @@
+"""The engine for a server: many requests at once, the core in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxpaged import model_files
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine.core_client import CORE_COMMAND, CoreClient
+from jaxpaged.engine.errors import BadRequestError, EngineDeadError, RequestFailedError
+from jaxpaged.engine.input_processor import InputProcessor, Prompt
+from jaxpaged.engine.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineInfo,
+    EngineStats,
+    ResetPrefixCache,
+    SequenceOutput,
+)
+from jaxpaged.engine.metrics import Metrics, RequestTimes
+from jaxpaged.engine.output_processor import OutputProcessor
+from jaxpaged.engine.tokenizer import Tokenizer, generation_defaults
+from jaxpaged.outputs import RequestOutput
+from jaxpaged.sampling_params import SamplingParams
+
+log = logging.getLogger(__name__)
+
+LONG_TEXT = 20_000  # characters beyond which a text is tokenized in a thread
+STATS_SECONDS = 10.0  # between two lines of statistics in the log
+
+
+@dataclass
+class _Flight:
+    """A request that somebody waits for."""
+
+    times: RequestTimes
+    delta: bool
+    queue: asyncio.Queue[RequestOutput | RequestFailedError] = field(default_factory=asyncio.Queue)
+
+
+class AsyncLLM:
+    """Generates for many callers of one event loop; `start` first, `shutdown` at the end.
+
+    Args:
+        config: settings of the core.
+        core_command: what runs the core.
+        model_name: label of the metrics.
+        metrics_prefix: what the metrics' names begin with.
+        log_stats: log throughput and load every ten seconds in which there was any.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        core_command: Sequence[str] = CORE_COMMAND,
+        model_name: str = "demo",
+        metrics_prefix: str = "jaxpaged",
+        log_stats: bool = False,
+    ) -> None:
+        self.config = config
+        self.tokenizer: Tokenizer | None = None
+        self.sampling_defaults: dict[str, Any] = {}  # from the model's generation_config.json
+        self.stats = EngineStats()
+        self.dead: EngineDeadError | None = None
+        self._core = CoreClient(core_command)
+        self._labels = (model_name, metrics_prefix)
+        self._log_stats = log_stats
+        self._flights: dict[str, _Flight] = {}
+        self._died = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> EngineInfo:
+        """Start the core and load the tokenizer meanwhile.
+
+        Raises:
+            EngineStartError: the core could not start.
+            OSError: the model's or the tokenizer's files are missing.
+        """
+        config = self.config
+        folder = await asyncio.to_thread(
+            model_files.resolve_model, config.model, config.revision, config.download_dir
+        )
+        if config.generation_config == "auto":
+            self.sampling_defaults = generation_defaults(folder)
+        try:
+            await self._core.launch(config)
+            if not config.skip_tokenizer_init:
+                self.tokenizer = await asyncio.to_thread(self._load_tokenizer, folder)
+            self.info = await self._core.wait_ready()
+        except BaseException:
+            await asyncio.shield(self._core.kill())
+            raise
+        self._inputs = InputProcessor(self.info, self.tokenizer)
+        self._outputs = OutputProcessor(self.tokenizer)
+        self.metrics = Metrics(self.info, *self._labels)
+        self._tasks.append(asyncio.create_task(self._read()))
+        if self._log_stats:
+            self._tasks.append(asyncio.create_task(self._log_load()))
+        return self.info
+
+    async def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        add_special_tokens: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        cache_salt: str | None = None,
+    ) -> AddRequest:
+        """Tokenize and validate, without queuing anything.
+
+        Raises:
+            BadRequestError: says what to change.
+        """
+        began = time.time()
+
+        def make() -> AddRequest:
+            return self._inputs.request(
+                request_id,
+                prompt,
+                params,
+                add_special_tokens=add_special_tokens,
+                truncate_prompt_tokens=truncate_prompt_tokens,
+                cache_salt=cache_salt,
+                arrival_time=began,
+            )
+
+        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        if isinstance(text, str) and len(text) > LONG_TEXT:
+            return await asyncio.to_thread(make)
+        return make()
+
+    async def run(
+        self, request: AddRequest, *, prompt: str | None = None, delta: bool = True
+    ) -> AsyncIterator[RequestOutput]:
+        """Queue a prepared request; what comes of it. Leaving the iteration aborts it.
+
+        Args:
+            prompt: its text, if known.
+            delta: yield what is new of a choice at each step; otherwise all of it, once.
+
+        Raises:
+            RequestFailedError: the queue is full.
+            EngineDeadError: the core died, before or meanwhile.
+        """
+        if self.dead is not None:
+            raise self.dead
+        request_id = request.request_id
+        if request_id in self._flights:
+            raise BadRequestError(f"a request with the id {request_id!r} is running", "request_id")
+        flight = _Flight(RequestTimes(request), delta)
+        self._flights[request_id] = flight
+        self._outputs.add(request, prompt, delta=delta)
+        self._core.send(request)
+        try:
+            finished = False
+            while not finished:
+                output = await flight.queue.get()
+                if isinstance(output, RequestFailedError):
+                    raise output
+                finished = output.finished
+                yield output
+        finally:
+            self.abort(request_id)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        delta: bool = True,
+        **options: Any,
+    ) -> AsyncIterator[RequestOutput]:
+        """`prepare` and `run` in one; `options` are those of `prepare`."""
+        request = await self.prepare(prompt, params, request_id, **options)
+        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        outputs = self.run(request, prompt=text if isinstance(text, str) else None, delta=delta)
+        async for output in outputs:
+            yield output
+
+    def abort(self, request_id: str) -> None:
+        """End a request that nobody waits for any more; nothing happens if it has ended."""
+        flight = self._flights.pop(request_id, None)
+        if flight is None:
+            return
+        self._outputs.abort(request_id)
+        if self.dead is None:
+            self._core.send(AbortRequests([request_id]))
+        self.metrics.finish(flight.times, "error" if self.dead else "abort")
+
+    def abort_all(self) -> None:
+        """End every request; those that wait get an output with finish_reason abort."""
+        if self._flights:
+            self._core.send(AbortRequests(list(self._flights)))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix, as soon as no page of it is in use."""
+        self._core.send(ResetPrefixCache())
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that somebody waits for."""
+        return len(self._flights)
+
+    async def wait_dead(self) -> None:
+        """Return when the core has died."""
+        await self._died.wait()
+
+    async def shutdown(self) -> None:
+        """End the core; requests in flight fail."""
+        for task in self._tasks:
+            task.cancel()
+        if self.dead is None:
+            self._die(EngineDeadError("the server is shutting down"))
+        await self._core.stop()
+
+    def _load_tokenizer(self, folder: Path) -> Tokenizer:
+        if self.config.tokenizer is None:
+            return Tokenizer.load(folder)
+        return Tokenizer.load(model_files.resolve_model(self.config.tokenizer), folder)
+
+    async def _read(self) -> None:
+        """Hand the core's news to those who wait."""
+        try:
+            async for step in self._core.steps():
+                self.stats = step.stats
+                self.metrics.step(step.stats)
+                now = time.time()
+                for news in step.outputs:
+                    self._take(news, now)
+        except EngineDeadError as error:
+            log.error("%s", error.message)
+            self._die(error)
+        except Exception as error:
+            log.exception("reading the engine's outputs failed")
+            self._die(EngineDeadError(f"reading the engine's outputs failed: {error}"))
+
+    def _take(self, news: SequenceOutput, now: float) -> None:
+        flight = self._flights.get(news.request_id)
+        if flight is None:
+            return
+        try:
+            output, tell = self._outputs.process(news)
+        except RequestFailedError as error:
+            self._end(news.request_id, "error")
+            flight.queue.put_nowait(error)
+            return
+        if output is None:
+            return
+        if tell is not None:
+            self._core.send(tell)
+        self.metrics.tokens(flight.times, news, now)
+        if output.finished:
+            choice = output.outputs[0 if flight.delta else news.index]
+            self._end(news.request_id, choice.finish_reason or "stop")
+        if flight.delta or output.finished:
+            flight.queue.put_nowait(output)
+
+    def _end(self, request_id: str, reason: str) -> None:
+        self.metrics.finish(self._flights.pop(request_id).times, reason)
+
+    def _die(self, error: EngineDeadError) -> None:
+        self.dead = error
+        self._died.set()
+        for flight in self._flights.values():
+            flight.queue.put_nowait(error)
+
+    async def _log_load(self) -> None:
+        while True:
+            await asyncio.sleep(STATS_SECONDS)
+            line = self.metrics.load_line(self.stats, STATS_SECONDS)
+            if line is not None:
+                log.info("%s", line)

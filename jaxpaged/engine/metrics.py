@@ -1,0 +1,212 @@
+"""Prometheus metrics of an engine, by vLLM's names after the prefix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from jaxpaged.engine.messages import AddRequest, EngineInfo, EngineStats, SequenceOutput
+
+TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
+)
+ITL_BUCKETS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80),
+)
+LATENCY_BUCKETS = (
+    *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60),
+    *(120, 240, 480, 960, 1920, 7680),
+)
+ITERATION_BUCKETS = (1, *(2**power for power in range(3, 15)))
+CHOICES_BUCKETS = (1, 2, 5, 10, 20)
+STEP_BUCKETS = (
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1, 2.5),
+)
+RATIO_BUCKETS = tuple(tenth / 10 for tenth in range(11))
+FINISHED_REASONS = ("stop", "length", "abort", "error")
+
+
+@dataclass
+class RequestTimes:
+    """When what happened to a request; time.time(), seconds."""
+
+    request: AddRequest
+    scheduled: float | None = None
+    first_token: float | None = None
+    last_token: dict[int, float] = field(default_factory=dict)  # by choice
+    num_generated: int = 0  # over all choices
+
+
+class Metrics:
+    """The series of one engine, in a registry of their own.
+
+    Args:
+        info: what the engine settled on.
+        model_name: value of the label of that name.
+        prefix: what each name begins with, before the colon.
+    """
+
+    def __init__(self, info: EngineInfo, model_name: str, prefix: str) -> None:
+        self._registry = CollectorRegistry()
+        self._prefix, self._labels = prefix, {"model_name": model_name, "engine": "0"}
+        self._last = EngineStats()
+        self._load = [0, 0]  # prompt and generated tokens since the last line in the log
+
+        self._running = self._gauge("num_requests_running", "Requests that the engine computes.")
+        self._waiting = self._gauge("num_requests_waiting", "Requests in the queue.")
+        self._usage = self._gauge("kv_cache_usage_perc", "Share of the pages in use, 0 to 1.")
+        self._compilations = self._gauge(
+            "step_compilations", "Executables compiled after ready; must stay 0."
+        )
+        self._set_cache_config(info)
+
+        self._queries = self._counter("prefix_cache_queries", "Tokens looked up in the cache.")
+        self._hits = self._counter("prefix_cache_hits", "Tokens that the prefix cache served.")
+        self._preemptions = self._counter("num_preemptions", "Preempted sequences.")
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens processed.")
+        self._cached = self._counter("prompt_tokens_cached", "Prompt tokens from the cache.")
+        self._generated = self._counter("generation_tokens", "Tokens generated.")
+        success = Counter(
+            f"{prefix}:request_success",
+            "Finished requests.",
+            [*self._labels, "finished_reason"],
+            registry=self._registry,
+        )
+        self._finished = {
+            reason: success.labels(**self._labels, finished_reason=reason)
+            for reason in FINISHED_REASONS
+        }
+
+        self._ttft = self._histogram("time_to_first_token_seconds", TTFT_BUCKETS)
+        self._itl = self._histogram("inter_token_latency_seconds", ITL_BUCKETS)
+        self._per_token = self._histogram("request_time_per_output_token_seconds", ITL_BUCKETS)
+        self._e2e = self._histogram("e2e_request_latency_seconds", LATENCY_BUCKETS)
+        self._phases = {
+            phase: self._histogram(f"request_{phase}_time_seconds", LATENCY_BUCKETS)
+            for phase in ("queue", "inference", "prefill", "decode")
+        }
+        lengths = _lengths(info.max_model_len)
+        self._prompt_len = self._histogram("request_prompt_tokens", lengths)
+        self._output_len = self._histogram("request_generation_tokens", lengths)
+        self._max_tokens = self._histogram("request_params_max_tokens", lengths)
+        self._n = self._histogram("request_params_n", CHOICES_BUCKETS)
+        self._iteration = self._histogram("iteration_tokens_total", ITERATION_BUCKETS)
+        self._padding = self._histogram("step_bucket_padding_ratio", RATIO_BUCKETS)
+        self._host_gap = self._histogram("host_gap_seconds", STEP_BUCKETS)
+        self._device_step = self._histogram("device_step_seconds", STEP_BUCKETS)
+
+    def text(self) -> bytes:
+        """All series in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def step(self, stats: EngineStats) -> None:
+        """Take the state after a step."""
+        last, self._last = self._last, stats
+        self._running.set(stats.num_running)
+        self._waiting.set(stats.num_waiting)
+        self._usage.set(stats.kv_cache_usage)
+        self._compilations.set(stats.step_compilations)
+        self._queries.inc(stats.prefix_cache_queries - last.prefix_cache_queries)
+        self._hits.inc(stats.prefix_cache_hits - last.prefix_cache_hits)
+        self._preemptions.inc(stats.num_preemptions - last.num_preemptions)
+        if stats.iteration_tokens:
+            self._iteration.observe(stats.iteration_tokens)
+            self._padding.observe(1 - stats.iteration_tokens / stats.bucket_tokens)
+            self._host_gap.observe(stats.host_gap_seconds)
+        if stats.device_step_seconds:
+            self._device_step.observe(stats.device_step_seconds)
+
+    def tokens(self, times: RequestTimes, news: SequenceOutput, now: float) -> None:
+        """Take new tokens of a choice."""
+        times.scheduled = times.scheduled or news.scheduled_time
+        if not news.token_ids:
+            return
+        if times.first_token is None:
+            times.first_token = now
+            prompt_len = len(times.request.prompt_token_ids)
+            self._ttft.observe(now - times.request.arrival_time)
+            self._prompt.inc(prompt_len)
+            self._cached.inc(news.num_cached_tokens)
+            self._load[0] += prompt_len
+        elif news.index in times.last_token:
+            self._itl.observe(now - times.last_token[news.index])
+        times.last_token[news.index] = now
+        times.num_generated += len(news.token_ids)
+        self._generated.inc(len(news.token_ids))
+        self._load[1] += len(news.token_ids)
+
+    def finish(self, times: RequestTimes, reason: str) -> None:
+        """Take the end of a request; `reason`: one of FINISHED_REASONS."""
+        request = times.request
+        self._finished[reason].inc()
+        self._prompt_len.observe(len(request.prompt_token_ids))
+        self._output_len.observe(times.num_generated)
+        self._n.observe(request.params.n)
+        self._max_tokens.observe(request.params.max_tokens or 0)
+        if times.first_token is None or not times.last_token:
+            return
+        last = max(times.last_token.values())
+        scheduled = times.scheduled or request.arrival_time
+        decode = last - times.first_token
+        self._e2e.observe(last - request.arrival_time)
+        self._phases["queue"].observe(max(0.0, scheduled - request.arrival_time))
+        self._phases["inference"].observe(last - scheduled)
+        self._phases["prefill"].observe(times.first_token - scheduled)
+        self._phases["decode"].observe(decode)
+        steps = times.num_generated / request.params.n - 1
+        if steps > 0:
+            self._per_token.observe(decode / steps)
+
+    def load_line(self, stats: EngineStats, seconds: float) -> str | None:
+        """A line for the log about the last `seconds`; None if nothing happened."""
+        (prompt, generated), self._load = self._load, [0, 0]
+        if not (prompt or generated or stats.num_running or stats.num_waiting):
+            return None
+        hits = stats.prefix_cache_hits / max(1, stats.prefix_cache_queries)
+        return (
+            f"prompt {prompt / seconds:.1f} tokens/s, generation {generated / seconds:.1f} "
+            f"tokens/s, running {stats.num_running}, waiting {stats.num_waiting}, KV cache "
+            f"{stats.kv_cache_usage:.1%} used, prefix cache hits {hits:.1%}"
+        )
+
+    def _set_cache_config(self, info: EngineInfo) -> None:
+        values = {
+            "block_size": str(info.page_size),
+            "num_gpu_blocks": str(info.num_pages),
+            "cache_dtype": info.dtype,
+        }
+        gauge = Gauge(
+            f"{self._prefix}:cache_config_info",
+            "The KV cache's settings, as labels.",
+            [*self._labels, *values],
+            registry=self._registry,
+        )
+        gauge.labels(**self._labels, **values).set(1)
+
+    def _gauge(self, name: str, help: str) -> Gauge:
+        gauge = Gauge(f"{self._prefix}:{name}", help, [*self._labels], registry=self._registry)
+        return gauge.labels(**self._labels)
+
+    def _counter(self, name: str, help: str) -> Counter:
+        counter = Counter(f"{self._prefix}:{name}", help, [*self._labels], registry=self._registry)
+        return counter.labels(**self._labels)
+
+    def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(
+            f"{self._prefix}:{name}",
+            f"Histogram of {name.replace('_', ' ')}.",
+            [*self._labels],
+            buckets=buckets,
+            registry=self._registry,
+        )
+        return histogram.labels(**self._labels)
+
+
+def _lengths(longest: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20, ... up to the longest."""
+    steps = [digit * 10**power for power in range(10) for digit in (1, 2, 5)]
+    return tuple(step for step in steps if step <= longest)
