@@ -57,7 +57,7 @@ class EnginePlan:
             vocab=self.vocab,
         )
 
-    def with_pages(self, config: EngineConfig, spec: ModelSpec, page_bytes: int) -> EnginePlan:
+    def with_pages(self, config: EngineConfig, page_bytes: int) -> EnginePlan:
         """Size the pool for a budget of `page_bytes`, and the model length if it is 'auto'.
 
         Raises:
@@ -121,9 +121,9 @@ def make_plan(
             f"--max-num-batched-tokens {tokens} is less than the model length {max_model_len}, "
             f"and --no-enable-chunked-prefill forbids to split a prompt."
         )
-    kv_dtype = (
-        dtype if config.kv_cache_dtype == "auto" else jnp.dtype(DTYPES[config.kv_cache_dtype])
-    )
+    kv_dtype = dtype if config.kv_cache_dtype == "auto" else DTYPES[config.kv_cache_dtype]
+    if config.kv_cache_dtype == "auto" and on_cpu and dtype == jnp.bfloat16:
+        kv_dtype = jnp.float32  # XLA's CPU backend copies a bfloat16 pool at every write
     return EnginePlan(
         max_model_len=max_model_len,
         max_num_batched_tokens=tokens,
@@ -134,7 +134,7 @@ def make_plan(
             page_size=config.block_size,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
-            dtype=kv_dtype,
+            dtype=jnp.dtype(kv_dtype),
         ),
         buckets=Buckets(max_num_seqs, tokens, device.platform),
         vocab=spec.vocab,

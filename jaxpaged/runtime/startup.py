@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +86,8 @@ def _size_pool(
     temporary = step_input = 0
     measured = config.kv_cache_memory_bytes is None and config.num_gpu_blocks_override is None
     if device.platform == "gpu" and measured:
-        probe_plan = plan.with_pages(config, model.spec, PROBE_PAGES * plan.kv.page_bytes)
+        # The temporaries do not depend on the pool, so a small one will do.
+        probe_plan = replace(plan, kv=replace(plan.kv, num_pages=PROBE_PAGES))
         probe = _runner(config, probe_plan, model, params)
         largest = largest_keys(plan.buckets)
         probe.executables.compile_all(largest)
@@ -101,4 +102,4 @@ def _size_pool(
         step_temporary_bytes=temporary,
         step_input_bytes=step_input,
     )
-    return plan.with_pages(config, model.spec, budget)
+    return plan.with_pages(config, budget)

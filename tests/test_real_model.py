@@ -1,0 +1,80 @@
+"""A real checkpoint, Gemma 3 270M, gives Hugging Face's tokens however its requests are run.
+
+`pytest -m real_model --real-model DIR`; docs/development.md says how to make DIR.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxpaged.engine.llm import LLM
+from jaxpaged.outputs import RequestOutput
+from jaxpaged.sampling_params import SamplingParams
+
+GOLDEN = json.loads((Path(__file__).parent / "fixtures" / "gemma3_270m_golden.json").read_text())
+CASES: list[dict[str, Any]] = GOLDEN["cases"]
+PROMPTS = [{"prompt_token_ids": case["prompt_ids"]} for case in CASES]
+GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=5)
+
+
+def batch(llm: LLM) -> list[RequestOutput]:
+    return llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+
+
+def alone(llm: LLM) -> list[RequestOutput]:
+    return [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in PROMPTS]
+
+
+def warm_cache(llm: LLM) -> list[RequestOutput]:
+    """Every prompt again, and its answer's first half as part of the prompt."""
+    first = batch(llm)
+    again = batch(llm)
+    longest = max(range(len(CASES)), key=lambda i: len(CASES[i]["prompt_ids"]))
+    assert again[longest].num_cached_tokens >= len(CASES[longest]["prompt_ids"]) - 16
+    assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in first]
+    return again
+
+
+def preempted(llm: LLM) -> list[RequestOutput]:
+    """The longest prompt first: the others start in what it leaves, and outgrow it."""
+    outputs = llm.generate(PROMPTS[::-1], GREEDY, use_tqdm=False)[::-1]
+    assert llm._core.stats().num_preemptions > 0
+    return outputs
+
+
+# Room for the longest request and little beside it.
+SMALL_POOL = {"max_num_batched_tokens": 64, "max_model_len": 1408, "num_gpu_blocks_override": 300}
+WAYS: dict[str, tuple[Callable[[LLM], list[RequestOutput]], dict[str, Any]]] = {
+    "alone": (alone, {}),
+    "batch": (batch, {}),
+    "chunked": (batch, {"max_num_batched_tokens": 64, "enable_prefix_caching": False}),
+    "warm cache": (warm_cache, {}),
+    "preempted": (preempted, SMALL_POOL),
+    "synchronous": (batch, {"async_scheduling": False}),
+}
+
+
+@pytest.mark.real_model
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("way", WAYS)
+def test_golden_tokens(real_model: Path, way: str) -> None:
+    run, settings = WAYS[way]
+    with LLM(
+        str(real_model),
+        **({"dtype": "float32", "max_num_seqs": 8, "max_model_len": 2048, "enforce_eager": True}
+           | settings),
+    ) as llm:  # fmt: skip
+        outputs = run(llm)
+    for case, output in zip(CASES, outputs, strict=True):
+        choice = output.outputs[0]
+        assert choice.token_ids == case["output_ids"], case["name"]
+        assert choice.logprobs is not None
+        for position, top5 in enumerate(case["top5_logprobs"]):
+            found = choice.logprobs[position]
+            for token_id, logprob in top5:
+                assert found[token_id].logprob == pytest.approx(logprob, abs=1e-3), case["name"]
