@@ -144,12 +144,13 @@ class Scheduler:
         sampled = [item.sequence for item in output.sequences if item.samples]
         updates: list[SequenceUpdate | None] = []
         for sequence, token_id in zip(sampled, tokens, strict=True):
-            if sequence.status is Status.FINISHED:
+            if sequence.finish_reason is not None:
                 updates.append(None)
                 continue
             sequence.num_in_flight -= 1
-            sequence.token_ids.append(token_id)
-            if token_id in sequence.ending_ids or len(sequence.token_ids) >= sequence.max_len:
+            token_ids = sequence.token_ids
+            token_ids.append(token_id)
+            if token_id in sequence.ending_ids or len(token_ids) >= sequence.max_len:
                 self._finish_by_token(sequence, token_id)
             updates.append(
                 SequenceUpdate(sequence, token_id, sequence.finish_reason, sequence.stop_reason)

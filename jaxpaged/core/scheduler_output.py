@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from jaxpaged.core.sequence import SequenceState
 
 
-class ScheduledSequence(NamedTuple):
-    """A sequence's part of a step: positions [start, start + num_tokens)."""
+@dataclass(slots=True, eq=False)
+class ScheduledSequence:
+    """A sequence's part of a step: positions [start, start + num_tokens).
+
+    Read-only by agreement: freezing would triple the cost of making one, in every step.
+    """
 
     sequence: SequenceState
     start: int
     num_tokens: int
     slot: int
     samples: bool  # the row of its last token yields a new token
-    prompt_logprob_start: int  # rows p in [start_row, start_row + n) score prompt token p + 1
+    prompt_logprob_start: int  # the row at position p scores prompt token p + 1
     num_prompt_logprob_rows: int
 
 
@@ -30,8 +33,9 @@ class SchedulerOutput:
     admitted: tuple[SequenceState, ...]  # got a slot in this step, for the first time or again
 
 
-class SequenceUpdate(NamedTuple):
-    """A new token of a sequence."""
+@dataclass(slots=True, eq=False)
+class SequenceUpdate:
+    """A new token of a sequence. Read-only by agreement."""
 
     sequence: SequenceState
     token_id: int

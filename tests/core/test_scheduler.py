@@ -131,7 +131,8 @@ def test_reasons(
     scheduler.add(make_request(4, **fields))
     output = scheduler.schedule()
     (update,) = take(scheduler, output, token)
-    assert update == (only(output), token, reason, stop_reason)
+    assert update is not None and update.sequence is only(output) and update.token_id == token
+    assert (update.finish_reason, update.stop_reason) == (reason, stop_reason)
     assert scheduler.has_unfinished == (reason is None)
     assert (only(output).status is Status.FINISHED) == (reason is not None)
 

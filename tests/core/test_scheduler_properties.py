@@ -151,13 +151,16 @@ class Job:
 class Simulation:
     """An engine loop around a scheduler and the fake device."""
 
-    def __init__(self, config: SchedulerConfig, jobs: list[Job], overlap: bool, late: int) -> None:
+    def __init__(
+        self, config: SchedulerConfig, jobs: list[Job], overlap: bool, late: int, reset_at: int
+    ) -> None:
         self.config = config
         self.scheduler = Scheduler(config)
         self.device = FakeDevice(config)
         self.jobs = {job.request.request_id: job for job in jobs}
         self.overlap = overlap
         self.late = late  # steps until the detokenizer's news arrive
+        self.reset_at = reset_at  # step before which the prefix cache is emptied
         self.now = 0
         self.pending: tuple[SchedulerOutput, list[int], int] | None = None
         self.finishes: list[tuple[int, str, int, int]] = []
@@ -192,6 +195,8 @@ class Simulation:
         self.check_cache()
 
     def deliver_messages(self) -> None:
+        if self.now == self.reset_at:
+            assert self.scheduler.reset_prefix_cache() == self.config.enable_prefix_caching
         for request_id, job in self.jobs.items():
             if job.arrives == self.now:
                 self.scheduler.add(job.request)
@@ -381,10 +386,10 @@ def job_lists(draw: st.DrawFn, max_model_len: int) -> list[Job]:
 
 
 @settings(max_examples=250, deadline=None, derandomize=True)
-@given(data=st.data(), overlap=st.booleans(), late=st.integers(0, 3))
+@given(data=st.data(), overlap=st.booleans(), late=st.integers(0, 3), reset_at=st.integers(0, 60))
 def test_any_workload_gives_the_tokens_of_a_plain_loop(
-    data: st.DataObject, overlap: bool, late: int
+    data: st.DataObject, overlap: bool, late: int, reset_at: int
 ) -> None:
     config = data.draw(configs())
     jobs = data.draw(job_lists(config.max_model_len))
-    Simulation(config, jobs, overlap, late).run()
+    Simulation(config, jobs, overlap, late, reset_at).run()
