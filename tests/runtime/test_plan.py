@@ -1,0 +1,90 @@
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.core.request import Request
+from jaxpaged.core.scheduler import Scheduler, SchedulerConfig
+from jaxpaged.models import load_spec
+from jaxpaged.runtime.plan import EnginePlan, make_plan, model_dtype
+from jaxpaged.sampling_params import SamplingParams
+from tests.engine.harness import GEMMA, LLAMA
+
+CPU: Any = SimpleNamespace(platform="cpu")
+GPU: Any = SimpleNamespace(platform="gpu")
+GEMMA_270M = GEMMA | {
+    "num_hidden_layers": 18, "sliding_window": 512, "max_position_embeddings": 32768,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3,
+}  # fmt: skip
+
+
+def plan(model: dict[str, Any], device: Any = CPU, **settings: Any) -> EnginePlan:
+    config = EngineConfig(**settings)
+    made = make_plan(config, load_spec(model), jnp.dtype("float32"), device, serving=True)
+    return made.with_pages(config, 1 << 30)
+
+
+def test_defaults_follow_the_platform() -> None:
+    assert plan(LLAMA).max_num_batched_tokens == 2048
+    assert plan(LLAMA, GPU).max_num_batched_tokens == 8192
+    assert (plan(LLAMA).max_num_seqs, plan(LLAMA, GPU).max_num_seqs) == (64, 256)
+    assert plan(LLAMA).max_model_len == LLAMA["max_position_embeddings"]
+    assert model_dtype(EngineConfig(), "bfloat16", "cpu") == jnp.float32
+    assert model_dtype(EngineConfig(), "bfloat16", "gpu") == jnp.bfloat16
+    assert model_dtype(EngineConfig(dtype="half"), "bfloat16", "cpu") == jnp.float16
+
+
+def test_the_pool_is_no_larger_than_useful() -> None:
+    made = plan(LLAMA, max_num_seqs=3)
+    assert made.kv.num_pages == 3 * (128 // 16) + 1
+
+
+def test_auto_length_is_what_fits() -> None:
+    assert plan(LLAMA, max_model_len="auto", num_gpu_blocks_override=5).max_model_len == 80
+    with pytest.raises(ValueError, match="estimated maximum model length is 80"):
+        plan(LLAMA, num_gpu_blocks_override=5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"max_model_len": 4096}, "--max-model-len 4096 .* 128"),
+        ({"max_num_batched_tokens": 8, "max_num_seqs": 16}, "--max-num-seqs 16"),
+        (
+            {"max_num_batched_tokens": 64, "enable_chunked_prefill": False},
+            "--no-enable-chunked-prefill",
+        ),
+    ],
+)
+def test_contradictions_are_named(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        plan(LLAMA, **settings)
+
+
+def test_gemma_at_8k_holds_a_third_of_all_full_layers_at_most() -> None:
+    made = plan(GEMMA_270M, max_model_len=8448, num_gpu_blocks_override=4000)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            page_size=16,
+            num_pages=made.kv.num_pages,
+            windows=made.windows,
+            max_num_seqs=4,
+            max_num_batched_tokens=made.max_num_batched_tokens,
+            max_model_len=made.max_model_len,
+        )
+    )
+    prompt = tuple(i % 97 for i in range(8192))
+    scheduler.add(
+        Request(
+            request_id="a", prompt_token_ids=prompt, params=SamplingParams(max_tokens=99), seed=0
+        )
+    )
+    for _ in range(8):
+        step = scheduler.schedule()
+        scheduler.update(step, [1 for item in step.sequences if item.samples])
+    held = scheduler.pages.pool.usage * (made.kv.num_pages - 1)
+    all_full = len(made.windows) * -(-8192 // 16)
+    assert len(made.windows) == 6
+    assert held <= 0.30 * all_full
