@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import flax.linen as nn
@@ -14,20 +15,21 @@ def matmul_precision(dtype: Any) -> jax.lax.Precision | None:
     return jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
 
 
-class Einsum(nn.Module):
-    """`einsum(equation, x, kernel)`, plus a bias over the output axes that the kernel owns.
+class Linear(nn.Module):
+    """[T, *inputs] to [T, *outputs] by a kernel of shape [*inputs, *outputs], plus a bias.
 
     Attributes:
-        equation: such as "TD,DKXH->TKXH"; T, the tokens, is the one axis the kernel lacks.
-        shape: of the kernel, in the order of its letters.
-        axes: logical names of the kernel's axes (None: never split), for parallel/sharding.py.
-        use_bias: whether there is a bias.
-        dtype: of the kernel and of the result.
+        inputs: sizes of the axes that are summed over.
+        outputs: sizes of the axes that come out.
+        input_axes, output_axes: their logical names (None: never split), for parallel/sharding.py.
+        use_bias: add a vector of shape [*outputs].
+        dtype: of the weights and of the result.
     """
 
-    equation: str
-    shape: tuple[int, ...]
-    axes: tuple[str | None, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    input_axes: tuple[str | None, ...]
+    output_axes: tuple[str | None, ...]
     use_bias: bool = False
     dtype: Any = jnp.float32
 
@@ -35,21 +37,26 @@ class Einsum(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = self.param(
             "kernel",
-            nn.with_logical_partitioning(nn.initializers.normal(0.02), self.axes),
-            self.shape,
+            nn.with_logical_partitioning(
+                nn.initializers.normal(0.02), (*self.input_axes, *self.output_axes)
+            ),
+            (*self.inputs, *self.outputs),
             self.dtype,
         )
-        y = jnp.einsum(self.equation, x, kernel, precision=matmul_precision(self.dtype))
+        # One axis to sum over: given several, XLA may transpose the whole kernel at every step.
+        # The axes that come out stay apart, since merging could split one that a mesh shards.
+        size = math.prod(self.inputs)
+        y = jax.lax.dot_general(
+            x.reshape(-1, size),
+            kernel.reshape(size, *self.outputs),
+            (((1,), (0,)), ((), ())),
+            precision=matmul_precision(self.dtype),
+        )
         if self.use_bias:
-            inputs, output = self.equation.split("->")
-            letters = inputs.split(",")[1]
-            owned = [letters.index(letter) for letter in output if letter in letters]
             y += self.param(
                 "bias",
-                nn.with_logical_partitioning(
-                    nn.initializers.zeros, tuple(self.axes[i] for i in owned)
-                ),
-                tuple(self.shape[i] for i in owned),
+                nn.with_logical_partitioning(nn.initializers.zeros, self.output_axes),
+                self.outputs,
                 self.dtype,
             )
         return y

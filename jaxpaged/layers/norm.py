@@ -9,12 +9,6 @@ import jax
 import jax.numpy as jnp
 
 
-def rms_normalize(x: jax.Array, eps: float) -> jax.Array:
-    """x / rms(x) over the last axis, in float32."""
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
-
-
 class RMSNorm(nn.Module):
     """x / rms(x) * factor over the last axis: float32 inside, `dtype` out.
 
@@ -33,9 +27,7 @@ class RMSNorm(nn.Module):
             "scale", nn.with_logical_partitioning(init, (None,)), (self.size,), self.dtype
         )
 
-    def factor(self) -> jax.Array:
-        """What the normalised input is multiplied by, in float32."""
-        return self.scale.astype(jnp.float32) + self.plus_one
-
     def __call__(self, x: jax.Array) -> jax.Array:
-        return (rms_normalize(x, self.eps) * self.factor()).astype(self.dtype)
+        x = x.astype(jnp.float32)
+        x *= jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
+        return (x * (self.scale.astype(jnp.float32) + self.plus_one)).astype(self.dtype)

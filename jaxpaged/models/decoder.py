@@ -16,8 +16,8 @@ from jaxpaged.arrays.kv_pages import KVPagesSpec
 from jaxpaged.arrays.step_batch import StepBatch
 from jaxpaged.layers.attention import WritePlaces, attend, write_places
 from jaxpaged.layers.embedding import Embedding
-from jaxpaged.layers.linear import Einsum
-from jaxpaged.layers.norm import RMSNorm, rms_normalize
+from jaxpaged.layers.linear import Linear
+from jaxpaged.layers.norm import RMSNorm
 from jaxpaged.layers.rope import apply_rope, rope_tables
 from jaxpaged.models.spec import ModelSpec
 from jaxpaged.parallel.sharding import split_attention
@@ -46,8 +46,8 @@ class Attention(nn.Module):
         # A KV head's queries, key and value lie side by side: split over KV heads, every slice
         # below stays on its device.
         split = ("kv_heads", None, None)
-        self.qkv = Einsum("TD,DKXH->TKXH", (D, K, G + 2, H), (None, *split), s.qkv_bias, self.dtype)
-        self.o = Einsum("TKGH,KGHD->TD", (K, G, H, D), (*split, None), s.o_bias, self.dtype)
+        self.qkv = Linear((D,), (K, G + 2, H), (None,), split, s.qkv_bias, self.dtype)
+        self.o = Linear((K, G, H), (D,), split, (None,), s.o_bias, self.dtype)
         if s.qk_norm:
             self.q_norm = RMSNorm(H, s.norm_eps, s.norm_plus_one, self.dtype)
             self.k_norm = RMSNorm(H, s.norm_eps, s.norm_plus_one, self.dtype)
@@ -63,11 +63,11 @@ class Attention(nn.Module):
         s = self.spec
         T, K, G, H = x_TD.shape[0], s.num_kv_heads, s.queries_per_kv_head, s.head_dim
         qkv_TKXH = self.qkv(x_TD)
-        qk_TKXH = qkv_TKXH[:, :, : G + 1]
+        q_TKGH, k_TKH, v_TKH = qkv_TKXH[:, :, :G], qkv_TKXH[:, :, G], qkv_TKXH[:, :, G + 1]
         if s.qk_norm:
-            factors = [self.q_norm.factor()] * G + [self.k_norm.factor()]
-            qk_TKXH = rms_normalize(qk_TKXH, s.norm_eps) * jnp.stack(factors)
-        qk_TKXH = apply_rope(qk_TKXH, *rope).astype(self.dtype)
+            q_TKGH, k_TKH = self.q_norm(q_TKGH), self.k_norm(k_TKH)
+        q_TNH = apply_rope(q_TKGH, *rope).astype(self.dtype).reshape(T, K * G, H)
+        k_TKH = apply_rope(k_TKH, *rope).astype(self.dtype)
         attend_heads: Callable[..., Any] = partial(
             _attend_heads,
             backend=self.backend,
@@ -76,15 +76,8 @@ class Attention(nn.Module):
         )
         if self.mesh is not None:
             attend_heads = split_attention(attend_heads, self.mesh)
-        out_TNH, pages = attend_heads(
-            qk_TKXH[:, :, :G].reshape(T, K * G, H),
-            qk_TKXH[:, :, G],
-            qkv_TKXH[:, :, G + 1],
-            pages,
-            batch,
-            places,
-        )
-        return self.o(out_TNH.reshape(T, K, G, H)), pages
+        out_TNH, pages = attend_heads(q_TNH, k_TKH, v_TKH, pages, batch, places)
+        return self.o(out_TNH), pages
 
 
 def _attend_heads(
@@ -108,8 +101,8 @@ class MLP(nn.Module):
 
     def setup(self) -> None:
         D, F, bias = self.spec.width, self.spec.ffn, self.spec.mlp_bias
-        self.gate_up = Einsum("TD,DXF->TXF", (D, 2, F), (None, None, "ffn"), bias, self.dtype)
-        self.down = Einsum("TF,FD->TD", (F, D), ("ffn", None), bias, self.dtype)
+        self.gate_up = Linear((D,), (2, F), (None,), (None, "ffn"), bias, self.dtype)
+        self.down = Linear((F,), (D,), ("ffn",), (None,), bias, self.dtype)
 
     def __call__(self, x_TD: jax.Array) -> jax.Array:
         gate_up_TXF = self.gate_up(x_TD).astype(jnp.float32)
@@ -212,20 +205,19 @@ class Decoder(nn.Module):
         x_TD = self.embed(token_T)
         if self.spec.embed_scale is not None:
             x_TD *= jnp.asarray(self.spec.embed_scale, self.dtype)
-        kinds = dict.fromkeys(layer.rope for layer in self.spec.layers)
-        ropes = {rope: rope_tables(rope, batch.position_T) for rope in kinds}
-        groups = [
-            (
-                dataclasses.replace(batch, page_tables=(table_BM,)),
-                write_places(batch, group, self.kv.page_size),
-            )
-            for group, table_BM in enumerate(batch.page_tables)
-        ]
+        kinds = tuple(dict.fromkeys(layer.rope for layer in self.spec.layers))
+        tables = [rope_tables(rope, batch.position_T) for rope in kinds]
+        groups = range(len(batch.page_tables))
+        places = [write_places(batch, group, self.kv.page_size) for group in groups]
+        # Without a barrier XLA computes these again inside every layer's fusions.
+        tables, places = jax.lax.optimization_barrier((tables, places))
+        ropes = dict(zip(kinds, tables, strict=True))
+        batches = [dataclasses.replace(batch, page_tables=(x,)) for x in batch.page_tables]
         pages = list(kv_pages)
         for index, layer in enumerate(self.layers):
             group, array = self.kv.place(index)
             rope = ropes[self.spec.layers[index].rope]
-            x_TD, pages[array] = layer(x_TD, rope, pages[array], *groups[group])
+            x_TD, pages[array] = layer(x_TD, rope, pages[array], batches[group], places[group])
         return self.final_norm(x_TD[batch.row_R]), tuple(pages)
 
     def logits(self, hidden_RD: jax.Array) -> jax.Array:
