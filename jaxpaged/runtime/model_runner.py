@@ -99,13 +99,21 @@ class ModelRunner:
                 self._count_known_tokens(sequence)
         step = self._builder.forward(scheduled)
         for index_X, page_X in step.table_uploads:
-            tables = self.executables[Upkeep.PAGE_TABLES](self._state.page_tables, index_X, page_X)
+            tables = self.executables[Upkeep.PAGE_TABLES](
+                self._state.page_tables, self._put(index_X), self._put(page_X)
+            )
             self._state = self._state.replace(page_tables=tables)
         self._run_forward(step.bucket, step.packed)
         return step.bucket
 
     def _run_forward(self, bucket: Bucket, packed: np.ndarray) -> None:
-        self._state = self.executables[Forward(bucket)](self._params, self._state, packed)
+        self._state = self.executables[Forward(bucket)](
+            self._params, self._state, self._put(packed)
+        )
+
+    def _put(self, buffer: np.ndarray) -> jax.Array:
+        """The one way up: explicit, so that a test can forbid any other transfer."""
+        return jax.device_put(buffer, self._state.last_token.sharding)
 
     def _count_known_tokens(self, sequence: SequenceState) -> None:
         """Start a slot's token counts over with what the host knows of the sequence."""
@@ -116,7 +124,7 @@ class ModelRunner:
             piece = np.full(PENALTY_PIECE + 3, -1, np.int32)
             piece[:3] = sequence.slot, max(num_prompt - start, 0), start == 0
             piece[3 : 3 + len(ids)] = ids
-            self._penalties = self.executables[Upkeep.PENALTIES](self._penalties, piece)
+            self._penalties = self.executables[Upkeep.PENALTIES](self._penalties, self._put(piece))
 
     def sample(self, scheduled: SchedulerOutput) -> InFlight:
         """Dispatch the sampling of a step's rows; the copy to the host starts at once."""
@@ -131,7 +139,7 @@ class ModelRunner:
             self._state.hidden_RD,
             self._state.last_token,
             self._penalties if full else None,
-            step.packed,
+            self._put(step.packed),
         )
         self._state = self._state.replace(last_token=last_token)
         if full:
@@ -144,7 +152,7 @@ class ModelRunner:
         """Wait for a step's results."""
         if step.out is None:
             return StepResult([], [], None, None, None, None)
-        out = jax.tree.map(np.asarray, step.out)
+        out = jax.device_get(step.out)
         count = sum(item.samples for item in step.scheduled.sequences)
         return StepResult(
             out.token_R[:count].tolist(),
