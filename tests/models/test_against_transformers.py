@@ -7,7 +7,9 @@ Two forms of the same test: live, where torch is installed, and against committe
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -19,6 +21,11 @@ REFERENCES = Path(__file__).parents[1] / "fixtures" / "references.safetensors"
 TOLERANCE = 1e-4
 
 Generated = tuple[list[list[int]], list[np.ndarray]]
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    return pytest.importorskip("transformers_reference", reason="needs torch")
 
 
 @pytest.fixture(scope="module")
@@ -47,22 +54,27 @@ def test_committed_references(name: str, generated: Callable[[str], Generated]) 
 
 
 @pytest.mark.parametrize("name", tiny_models.CONFIGS)
-def test_live(name: str, generated: Callable[[str], Generated], tmp_path: Path) -> None:
-    folder = tiny_models.write_model(tmp_path, tiny_models.CONFIGS[name])
-    compare(folder, *generated(name))
+def test_live(
+    name: str, reference: ModuleType, generated: Callable[[str], Generated], tmp_path: Path
+) -> None:
+    model = reference.load(tiny_models.write_model(tmp_path, tiny_models.CONFIGS[name]))
+    compare(partial(reference.logits, model), *generated(name))
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
-def test_live_with_a_random_config(family: str, tmp_path: Path) -> None:
+def test_live_with_a_random_config(family: str, reference: ModuleType, tmp_path: Path) -> None:
     folder = tiny_models.write_model(tmp_path, tiny_models.random_config(family, seed=2))
-    compare(folder, *PagedRunner.load(folder).generate(tiny_models.prompts(), 64))
+    ours = PagedRunner.load(folder).generate(tiny_models.prompts(), tiny_models.NEW_TOKENS)
+    compare(partial(reference.logits, reference.load(folder)), *ours)
 
 
-def compare(folder: Path, tokens: list[list[int]], logits: list[np.ndarray]) -> None:
+def compare(
+    reference_logits: Callable[[list[int]], np.ndarray],
+    tokens: list[list[int]],
+    logits: list[np.ndarray],
+) -> None:
     """Fed our own tokens, transformers must score them alike and choose each of them too."""
-    reference = pytest.importorskip("transformers_reference")  # needs torch
-    model = reference.load(folder)
     for prompt, ours, rows in zip(tiny_models.prompts(), tokens, logits, strict=True):
-        expected = reference.logits(model, prompt + ours)[len(prompt) - 1 : -1]
+        expected = reference_logits(prompt + ours)[len(prompt) - 1 : -1]
         np.testing.assert_allclose(rows, expected, atol=TOLERANCE, rtol=0)
         assert expected.argmax(-1).tolist() == ours

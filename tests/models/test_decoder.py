@@ -99,10 +99,9 @@ def test_embedding_scale_is_rounded_like_the_embeddings() -> None:
     assert factors == [25.25]
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma3-new"])
-def test_half_precision_stays_close_to_float32(name: str, tmp_path: Path) -> None:
+def test_half_precision_stays_close_to_float32(tmp_path: Path) -> None:
     """The same weights in bfloat16: log-probabilities of the prompt's end within its rounding."""
-    config = tiny_models.CONFIGS[name]
+    config = tiny_models.CONFIGS["gemma3-new"]
     folder = tiny_models.write_model(tmp_path, config)
     rows = []
     for dtype in (jnp.float32, jnp.bfloat16):
