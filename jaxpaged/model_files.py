@@ -46,7 +46,7 @@ def resolve_model(
             f"no folder {str(name)!r}, and not an id of the Hugging Face hub"
         ) from None
     except HfHubHTTPError as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = " ".join(str(error).split())
         raise ModelFilesError(
             f"cannot download {str(name)!r} from the Hugging Face hub: {reason}"
         ) from error

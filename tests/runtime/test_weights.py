@@ -11,14 +11,11 @@ import numpy as np
 import pytest
 import tiny_models
 from flax.traverse_util import flatten_dict
-from jax.sharding import AbstractMesh
 from paged_runner import make_decoder
 from safetensors.numpy import save_file
 
 from jaxpaged.model_files import ModelFilesError
-from jaxpaged.models.decoder import abstract_params
 from jaxpaged.parallel.mesh import make_mesh
-from jaxpaged.parallel.sharding import param_shardings
 from jaxpaged.runtime.weights import load_params
 
 CONFIG = tiny_models.CONFIGS["llama-biases-linear"]  # 4 query heads, 1 KV head, untied
@@ -101,12 +98,6 @@ def test_leaves_go_to_their_sharding(tmp_path: Path) -> None:
     spec = params["layers_0/attention/qkv/kernel"].sharding.spec
     assert tuple(spec) == (None, "model", None, None)
     assert all(leaf.sharding.mesh == mesh for leaf in params.values())
-
-
-def test_mesh_that_does_not_divide_the_model_is_refused() -> None:
-    boxed = abstract_params(make_decoder(CONFIG))
-    with pytest.raises(ValueError, match=r"\(\d+\) of .* does not divide by 2 devices"):
-        param_shardings(boxed, AbstractMesh((1, 2), ("data", "model")))
 
 
 class TestTiedEmbeddings:
