@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+MAX_CHOICES = 1024  # n; each is a sequence of its own
 MAX_LOGIT_BIAS = 512  # entries of logit_bias a row of the sampler has room for
 
 
@@ -62,7 +63,7 @@ class SamplingParams:
             value = getattr(self, field.name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{field.name} must be finite, got {value}")
-        self._require("n", self.n >= 1, "at least 1")
+        self._require("n", 1 <= self.n <= MAX_CHOICES, f"in [1, {MAX_CHOICES}]")
         for name in ("presence_penalty", "frequency_penalty"):
             self._require(name, -2 <= getattr(self, name) <= 2, "in [-2, 2]")
         self._require("repetition_penalty", self.repetition_penalty > 0, "greater than 0")

@@ -18,9 +18,7 @@ class StepBatch:
     token_T: jax.Array  # a token id, or -1 - slot: the token sampled last in that slot
     position_T: jax.Array  # absolute position in the sequence
     seq_T: jax.Array  # row of B that owns the token
-    query_start_B1: (
-        jax.Array
-    )  # [B + 1] first token of each sequence; the last entry = tokens in use
+    query_start_B1: jax.Array  # [B + 1] first token of each sequence, then the tokens in use
     kv_len_B: jax.Array  # length of the sequence after this step's tokens; 0 = padding
     num_decodes: jax.Array  # [] leading sequences that have exactly one token
     num_seqs: jax.Array  # [] sequences in use

@@ -42,11 +42,11 @@ IDLE_POLL_MS = 1000  # how often an idle core looks whether its parent still liv
 class CoreServer:
     """Moves messages between the sockets and an `EngineCore`."""
 
-    def __init__(self, core: EngineCore, source: zmq.Socket, sink: zmq.Socket) -> None:
+    def __init__(self, core: EngineCore, source: zmq.Socket, sink: zmq.Socket, parent: int) -> None:
         self._core, self._source, self._sink = core, source, sink
         self._decoder = msgspec.msgpack.Decoder(FrontMessage)
         self._encoder = msgspec.msgpack.Encoder()
-        self._parent = os.getppid()
+        self._parent = parent
 
     def send(self, message: CoreMessage) -> None:
         self._sink.send(self._encoder.encode(message))
@@ -54,7 +54,7 @@ class CoreServer:
     def run(self) -> None:
         """Serve until `Shutdown` or the parent's death."""
         self.send(self._core.info)
-        while True:
+        while os.getppid() == self._parent:
             heard = False
             while self._source.poll(0 if self._core.has_work or heard else IDLE_POLL_MS):
                 message = self._decoder.decode(self._source.recv())
@@ -66,9 +66,7 @@ class CoreServer:
                 self.send(StepOutputs(self._core.step(), self._core.stats()))
             elif heard:
                 self.send(StepOutputs([], self._core.stats()))
-            elif os.getppid() != self._parent:
-                log.error("the server process is gone: ending")
-                return
+        log.error("the server process is gone: ending")
 
     def _handle(self, message: FrontMessage) -> None:
         match message:
@@ -92,7 +90,7 @@ def _connect(context: zmq.Context, kind: int, address: str) -> zmq.Socket:
 
 def main() -> int:
     """Run an engine core until it is told to stop; the exit status."""
-    began = time.perf_counter()
+    began, parent = time.perf_counter(), os.getppid()
     parser = argparse.ArgumentParser(description="jaxpaged's engine core (started by the server)")
     parser.add_argument("--input", required=True, help="ZeroMQ address to take messages from")
     parser.add_argument("--output", required=True, help="ZeroMQ address to send messages to")
@@ -100,14 +98,16 @@ def main() -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the group: the server decides
+    # Ctrl-C and a service manager reach the whole group: when to end, the server decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
 
     context = zmq.Context()
     source = _connect(context, zmq.PULL, args.input)
     sink = _connect(context, zmq.PUSH, args.output)
     try:
-        CoreServer(_start(config, began), source, sink).run()
+        CoreServer(_start(config, began), source, sink, parent).run()
         return 0
     except StartupError as error:
         reason = str(error)
