@@ -5,6 +5,7 @@ import pytest
 
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler, SchedulerConfig
+from jaxpaged.core.scheduler_output import SchedulerOutput, SequenceUpdate
 from jaxpaged.core.sequence import SequenceState
 from jaxpaged.sampling_params import SamplingParams
 
@@ -51,9 +52,22 @@ def make_sequence(make_request: Callable[..., Request]) -> Callable[..., Sequenc
     return make
 
 
+class SteppedScheduler(Scheduler):
+    """Goes through steps whose every row yields the same token."""
+
+    def take(self, output: SchedulerOutput, token: int = 0) -> list[SequenceUpdate | None]:
+        return self.update(output, [token] * sum(item.samples for item in output.sequences))
+
+    def step(self, token: int = 0) -> SchedulerOutput:
+        output = self.schedule()
+        self.take(output, token)
+        self.check_integrity()
+        return output
+
+
 @pytest.fixture
-def make_scheduler() -> Callable[..., Scheduler]:
-    def make(**settings: Any) -> Scheduler:
+def make_scheduler() -> Callable[..., SteppedScheduler]:
+    def make(**settings: Any) -> SteppedScheduler:
         defaults = {
             "page_size": 4,
             "num_pages": 101,
@@ -62,6 +76,6 @@ def make_scheduler() -> Callable[..., Scheduler]:
             "max_num_batched_tokens": 64,
             "max_model_len": 64,
         }
-        return Scheduler(SchedulerConfig(**{**defaults, **settings}))
+        return SteppedScheduler(SchedulerConfig(**{**defaults, **settings}))
 
     return make
