@@ -385,7 +385,7 @@ def job_lists(draw: st.DrawFn, max_model_len: int) -> list[Job]:
     return jobs
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=600, deadline=None, derandomize=True)
 @given(data=st.data(), overlap=st.booleans(), late=st.integers(0, 3), reset_at=st.integers(0, 60))
 def test_any_workload_gives_the_tokens_of_a_plain_loop(
     data: st.DataObject, overlap: bool, late: int, reset_at: int
