@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,29 +111,23 @@ class AsyncLLM:
         prompt: Prompt,
         params: SamplingParams,
         request_id: str,
-        *,
-        add_special_tokens: bool = True,
-        truncate_prompt_tokens: int | None = None,
-        cache_salt: str | None = None,
+        **options: Any,
     ) -> AddRequest:
         """Tokenize and validate, without queuing anything.
+
+        Args:
+            options: those of `InputProcessor.request`.
 
         Raises:
             BadRequestError: says what to change.
         """
-        began = time.time()
-
-        def make() -> AddRequest:
-            return self._inputs.request(
-                request_id,
-                prompt,
-                params,
-                add_special_tokens=add_special_tokens,
-                truncate_prompt_tokens=truncate_prompt_tokens,
-                cache_salt=cache_salt,
-                arrival_time=began,
-            )
-
+        make = functools.partial(
+            self._inputs.request,
+            request_id,
+            prompt,
+            params,
+            **{"arrival_time": time.time(), **options},
+        )
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         if isinstance(text, str) and len(text) > LONG_TEXT:
             return await asyncio.to_thread(make)
@@ -140,7 +135,7 @@ class AsyncLLM:
 
     async def run(
         self, request: AddRequest, *, prompt: str | None = None, delta: bool = True
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Queue a prepared request; what comes of it. Leaving the iteration aborts it.
 
         Args:
@@ -179,7 +174,7 @@ class AsyncLLM:
         *,
         delta: bool = True,
         **options: Any,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """`prepare` and `run` in one; `options` are those of `prepare`."""
         request = await self.prepare(prompt, params, request_id, **options)
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt

@@ -36,6 +36,7 @@ class InputProcessor:
         *,
         add_special_tokens: bool = True,
         truncate_prompt_tokens: int | None = None,
+        default_max_tokens: int | None = None,
         cache_salt: str | None = None,
         arrival_time: float | None = None,
     ) -> AddRequest:
@@ -44,6 +45,7 @@ class InputProcessor:
         Args:
             truncate_prompt_tokens: keep at most that many of the prompt's last tokens; -1: as
                 many as the model takes.
+            default_max_tokens: at most that many output tokens if max_tokens is None.
             arrival_time: time.time() when it came in; default: now.
 
         Raises:
@@ -52,7 +54,7 @@ class InputProcessor:
         arrival_time = time.time() if arrival_time is None else arrival_time
         token_ids = self._token_ids(prompt, add_special_tokens)
         token_ids = self._truncate(token_ids, truncate_prompt_tokens)
-        params = self._check_length(token_ids, params)
+        params = self._check_length(token_ids, params, default_max_tokens)
         self._check_ids(params)
         self._check_logprobs(params)
         if self._tokenizer is None and (params.stop or params.bad_words):
@@ -106,28 +108,30 @@ class InputProcessor:
             )
         return token_ids[-limit:]
 
-    def _check_length(self, token_ids: list[int], params: SamplingParams) -> SamplingParams:
+    def _check_length(
+        self, token_ids: list[int], params: SamplingParams, default: int | None
+    ) -> SamplingParams:
         """The parameters with max_tokens set."""
         limit, prompt_len = self._info.max_model_len, len(token_ids)
         asked = params.max_tokens
         if prompt_len + (asked or 1) > limit:
             request = (
-                f"{asked} in the output, {prompt_len + asked} in total"
-                if asked is not None
-                else "at least 1 in the output"
+                f"the prompt has {prompt_len}, and an output needs at least 1"
+                if asked is None
+                else f"{prompt_len + asked} were requested: {prompt_len} in the prompt and {asked} "
+                f"in the output (max_tokens)"
             )
             raise BadRequestError(
-                f"This model's maximum context length is {limit} tokens, but {prompt_len} in the "
-                f"prompt and {request} were requested. Please reduce the length of the prompt or "
-                f"the number of output tokens (max_tokens).",
+                f"This model's maximum context length is {limit} tokens, but {request}. Please "
+                f"reduce the length of the prompt or max_tokens.",
                 "prompt" if prompt_len >= limit else "max_tokens",
             )
         if asked is None:
-            asked = limit - prompt_len
+            asked = min(limit - prompt_len, default or limit)
         if params.min_tokens > asked:
             raise BadRequestError(
-                f"min_tokens {params.min_tokens} is more than the {asked} tokens that fit behind "
-                f"the prompt",
+                f"min_tokens {params.min_tokens} is more than the {asked} tokens that the output "
+                f"may have; max_tokens says how many",
                 "min_tokens",
             )
         return dataclasses.replace(params, max_tokens=asked)

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from jaxpaged.engine.messages import AddRequest, EngineInfo, EngineStats, SequenceOutput
 
@@ -51,6 +58,7 @@ class Metrics:
     """
 
     def __init__(self, info: EngineInfo, model_name: str, prefix: str) -> None:
+        disable_created_metrics()  # a second series beside each counter, which no board shows
         self._registry = CollectorRegistry()
         self._prefix, self._labels = prefix, {"model_name": model_name, "engine": "0"}
         self._last = EngineStats()

@@ -1,0 +1,167 @@
+"""The command line: `jaxpaged serve | generate | chat | convert`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jaxpaged
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine.errors import EngineStartError
+from jaxpaged.flags import HelpFormatter, add_flags, collect, with_config_file
+from jaxpaged.server_config import ServerConfig
+
+log = logging.getLogger(__name__)
+
+API_KEY_VARIABLE = "JAXPAGED_API_KEY"
+ENGINE_TITLE = "engine: model, memory, scheduling"
+SERVER_TITLE = "server: HTTP"
+SAMPLING = {  # flags of generate and chat: their type and what --help says
+    "max_tokens": (int, "most tokens of an answer"),
+    "temperature": (float, "0: always the most likely token"),
+    "top_p": (float, "share of the probability to choose from"),
+    "top_k": (int, "number of most likely tokens to choose from"),
+    "min_p": (float, "least probability, relative to the most likely token's"),
+    "repetition_penalty": (float, "above 1: disfavour tokens that occurred"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; its exit status: 2 if settings or files don't fit, 1 if it failed."""
+    parser, commands = _parsers()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments and arguments[0] in commands:
+            name, *rest = arguments
+            arguments = [name, *with_config_file(commands[name], rest)]
+        args = parser.parse_args(arguments)
+        return args.run(args)
+    except (ValueError, OSError, ImportError) as error:
+        log.debug("%s", error, exc_info=True)
+        print(f"jaxpaged: {_one_line(error)}", file=sys.stderr)
+        return 2
+    except EngineStartError as error:
+        print(f"jaxpaged: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    parser = argparse.ArgumentParser(
+        prog="jaxpaged", description="LLM inference in JAX, by the names that vLLM's users know."
+    )
+    parser.add_argument("--version", action="version", version=f"jaxpaged {jaxpaged.__version__}")
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = {}
+    for name, run, text in (
+        ("serve", _serve, "serve a model over HTTP by OpenAI's protocol"),
+        ("generate", _generate, "continue prompts"),
+        ("chat", _chat, "talk to a model in the terminal"),
+        ("convert", _convert, "write a model's weights as an Orbax checkpoint, which loads faster"),
+    ):
+        command = subparsers.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            formatter_class=HelpFormatter,
+            allow_abbrev=False,
+        )
+        command.set_defaults(run=run)
+        commands[name] = command
+    for name in ("serve", "generate", "chat"):
+        command = commands[name]
+        command.add_argument(
+            "model_tag",
+            nargs="?",
+            metavar="MODEL",
+            help="the same as --model; without a model the built-in demo model runs",
+        )
+        command.add_argument(
+            "--config", metavar="FILE", help="YAML file with any of these flags; flags here win"
+        )
+        add_flags(command.add_argument_group(ENGINE_TITLE), EngineConfig)
+    add_flags(commands["serve"].add_argument_group(SERVER_TITLE), ServerConfig)
+    _add_sampling(commands)
+    commands["convert"].add_argument("model_tag", metavar="MODEL", help="folder or hub id")
+    commands["convert"].add_argument("out", metavar="OUT", type=Path, help="folder to write")
+    commands["convert"].add_argument("--revision", help="branch, tag or commit of a hub model")
+    commands["convert"].add_argument("--download-dir", help="where hub files are kept")
+    return parser, commands
+
+
+def _add_sampling(commands: dict[str, argparse.ArgumentParser]) -> None:
+    for name in ("generate", "chat"):
+        group = commands[name].add_argument_group("sampling (default: the model's own)")
+        for field, (kind, text) in SAMPLING.items():
+            group.add_argument(f"--{field.replace('_', '-')}", type=kind, help=text)
+        group.add_argument("--stop", nargs="+", help="strings that end an answer")
+    commands["generate"].add_argument(
+        "--prompt", nargs="+", help="texts to continue (default: standard input, as one text)"
+    )
+    commands["chat"].add_argument("--system", help="system message of the conversation")
+
+
+def _engine_settings(args: argparse.Namespace) -> dict:
+    settings = collect(EngineConfig, args)
+    named = settings["model"]
+    if args.model_tag is not None:
+        if named is not None and named != args.model_tag and args.config is None:
+            raise ValueError(f"two models are named: {args.model_tag!r} and --model {named!r}")
+        settings["model"] = args.model_tag
+    return settings
+
+
+def _sampling(args: argparse.Namespace) -> dict:
+    names = (*SAMPLING, "stop")
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from jaxpaged.server.run import serve
+
+    _log(args.uvicorn_log_level)
+    settings = collect(ServerConfig, args)
+    if not settings["api_key"] and API_KEY_VARIABLE in os.environ:
+        settings["api_key"] = (os.environ[API_KEY_VARIABLE],)
+    return serve(EngineConfig(**_engine_settings(args)), ServerConfig(**settings))
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from jaxpaged.terminal import generate
+
+    _log("warning")
+    prompts = args.prompt or [sys.stdin.read()]
+    return generate(_engine_settings(args), prompts, _sampling(args))
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from jaxpaged.terminal import chat
+
+    _log("warning")
+    return chat(_engine_settings(args), args.system, _sampling(args))
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from jaxpaged import model_files
+    from jaxpaged.runtime.checkpoint import convert
+
+    folder = model_files.resolve_model(args.model_tag, args.revision, args.download_dir)
+    convert(folder, args.out)
+    print(f"wrote {args.out}")
+    return 0
+
+
+def _log(level: str) -> None:
+    logging.basicConfig(
+        level=logging.DEBUG if level == "trace" else level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,65 @@
+"""The socket that a server listens on."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Generator
+from pathlib import Path
+
+from jaxpaged.server_config import ServerConfig
+
+
+@contextlib.contextmanager
+def bind(config: ServerConfig) -> Generator[socket.socket, None, None]:
+    """A socket bound to the address, not listening yet: who connects too early is refused.
+
+    Raises:
+        OSError: the address is taken or not ours; one line.
+    """
+    place = config.uds or f"{config.host}:{config.port}"
+    try:
+        listener = _bind_unix(config.uds) if config.uds else _bind_tcp(config.host, config.port)
+    except OSError as error:
+        raise OSError(f"cannot listen on {place}: {error.strerror or error}") from error
+    try:
+        yield listener
+    finally:
+        listener.close()
+        if config.uds:
+            Path(config.uds).unlink(missing_ok=True)
+
+
+def url(config: ServerConfig, listener: socket.socket) -> str:
+    """Where clients find the server."""
+    scheme = "http" if config.ssl_certfile is None else "https"
+    if config.uds:
+        return f"{scheme}+unix:{config.uds}"
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"{scheme}://{host}:{listener.getsockname()[1]}{config.root_path}"
+
+
+def _bind_tcp(host: str, port: int) -> socket.socket:
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _bind_unix(path: str) -> socket.socket:
+    """Takes the place of a socket file that a server left behind, not of one in use."""
+    listener = socket.socket(socket.AF_UNIX)
+    if Path(path).is_socket():
+        with contextlib.suppress(ConnectionRefusedError), socket.socket(socket.AF_UNIX) as probe:
+            probe.connect(path)
+            listener.close()
+            raise OSError("another server listens there")
+        Path(path).unlink()
+    listener.bind(path)
+    return listener

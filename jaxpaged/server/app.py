@@ -1,0 +1,48 @@
+"""The HTTP application: routers, middleware and error bodies around one engine."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+
+import jaxpaged
+from jaxpaged.server import errors
+from jaxpaged.server.context import ServerContext
+from jaxpaged.server.endpoints import chat, completions, health, models, tokens
+from jaxpaged.server.middleware import (
+    ApiKeyMiddleware,
+    BodyLimitMiddleware,
+    RequestIdMiddleware,
+)
+from jaxpaged.server.protocol import ErrorResponse
+
+ROUTERS = (chat.router, completions.router, models.router, tokens.router, health.router)
+
+
+def create_app(context: ServerContext) -> FastAPI:
+    """The application for an engine that has started."""
+    config = context.config
+    app = FastAPI(
+        title="jaxpaged",
+        version=jaxpaged.__version__,
+        root_path=config.root_path,
+        responses={code: {"model": ErrorResponse} for code in (400, 401, 404, 413, 500, 503)},
+    )
+    app.state.context = context
+    for router in ROUTERS:
+        app.include_router(router)
+    errors.install(app)
+    # The last one added is the outermost: a preflight request of CORS carries no key.
+    app.add_middleware(BodyLimitMiddleware, limit=config.max_request_bytes)
+    if config.api_key:
+        app.add_middleware(ApiKeyMiddleware, keys=config.api_key)
+    if config.enable_request_id_headers:
+        app.add_middleware(RequestIdMiddleware)
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
+    return app

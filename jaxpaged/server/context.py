@@ -1,0 +1,57 @@
+"""What every endpoint needs, and how it gets it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from jaxpaged.engine.async_llm import AsyncLLM
+from jaxpaged.engine.errors import BadRequestError
+from jaxpaged.engine.tokenizer import Tokenizer
+from jaxpaged.server.errors import NotFoundError
+from jaxpaged.server_config import ServerConfig
+
+
+@dataclass(frozen=True)
+class ServerContext:
+    """One engine and the settings of the server in front of it.
+
+    Args:
+        names: what requests may call the model; the first is echoed.
+        chat_template: instead of the model's.
+    """
+
+    engine: AsyncLLM
+    config: ServerConfig
+    names: tuple[str, ...]
+    chat_template: str | None = None
+
+    @property
+    def model_name(self) -> str:
+        return self.names[0]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            BadRequestError: the server was started without one.
+        """
+        if self.engine.tokenizer is None:
+            raise BadRequestError("the server has no tokenizer (--skip-tokenizer-init)")
+        return self.engine.tokenizer
+
+    def check_model(self, name: str | None) -> None:
+        """Raises NotFoundError unless the model is served here; no name means the one there is."""
+        if name is not None and name not in self.names:
+            served = ", ".join(map(repr, self.names))
+            raise NotFoundError(f"there is no model {name!r} here; served: {served}", "model")
+
+
+def _context(request: Request) -> ServerContext:
+    return request.app.state.context
+
+
+Context = Annotated[ServerContext, Depends(_context)]

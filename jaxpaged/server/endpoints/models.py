@@ -1,0 +1,29 @@
+"""GET /v1/models, GET /v1/models/{name}."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from jaxpaged.server.context import Context, ServerContext
+from jaxpaged.server.protocol import ModelCard, ModelList
+
+router = APIRouter(tags=["OpenAI"])
+
+
+def _card(name: str, context: ServerContext) -> ModelCard:
+    engine = context.engine
+    root = engine.config.model or context.model_name
+    return ModelCard(id=name, root=root, max_model_len=engine.info.max_model_len)
+
+
+@router.get("/v1/models")
+async def list_models(context: Context) -> ModelList:
+    """The names that requests may use."""
+    return ModelList(data=[_card(name, context) for name in context.names])
+
+
+@router.get("/v1/models/{name:path}")
+async def get_model(name: str, context: Context) -> ModelCard:
+    """One of them."""
+    context.check_model(name)
+    return _card(name, context)

@@ -1,0 +1,52 @@
+"""POST /tokenize, POST /detokenize."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from jaxpaged.engine.errors import BadRequestError
+from jaxpaged.server.context import Context
+from jaxpaged.server.protocol import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeChatRequest,
+    TokenizeResponse,
+    TokenizeTextRequest,
+)
+from jaxpaged.server.templating import chat_token_ids
+
+router = APIRouter(tags=["tokens"])
+
+
+@router.post("/tokenize", response_model_exclude_none=True)
+async def tokenize(
+    body: TokenizeTextRequest | TokenizeChatRequest, context: Context
+) -> TokenizeResponse:
+    """The token ids of a text or a chat, as a request would get them."""
+    context.check_model(body.model)
+    tokenizer = context.tokenizer
+    if isinstance(body, TokenizeTextRequest):
+        token_ids = tokenizer.encode(body.prompt, body.add_special_tokens)
+    else:
+        token_ids = await chat_token_ids(body, context)
+    return TokenizeResponse(
+        count=len(token_ids),
+        max_model_len=context.engine.info.max_model_len,
+        tokens=token_ids,
+        token_strs=[tokenizer.token(i) for i in token_ids] if body.return_token_strs else None,
+    )
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, context: Context) -> DetokenizeResponse:
+    """The text of token ids, special tokens included."""
+    context.check_model(body.model)
+    vocab = context.engine.info.vocab_size
+    for token_id in body.tokens:
+        if not 0 <= token_id < vocab:
+            raise BadRequestError(
+                f"tokens holds token id {token_id}, which is outside the vocabulary: ids are 0 to "
+                f"{vocab - 1}",
+                "tokens",
+            )
+    return DetokenizeResponse(prompt=context.tokenizer.decode(body.tokens))

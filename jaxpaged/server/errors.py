@@ -1,0 +1,115 @@
+"""Every failure as OpenAI's error body: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from jaxpaged.engine.errors import BadRequestError, RequestFailedError
+from jaxpaged.server.protocol import ErrorInfo, ErrorResponse
+
+RETRY_SECONDS = 1  # what Retry-After says when the queue is full
+CLIENT_GONE = 499  # nginx's code; nobody is there to read it
+TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    413: "RequestTooLargeError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+
+
+class NotFoundError(Exception):
+    """HTTP 404."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message, self.param = message, param
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before the answer was complete."""
+
+
+def error_body(code: int, message: str, param: str | None = None) -> str:
+    """JSON of an error."""
+    kind = TYPES.get(code, "APIError")
+    info = ErrorInfo(message=message, type=kind, param=param, code=code)
+    return ErrorResponse(error=info).model_dump_json()
+
+
+def error_response(code: int, message: str, param: str | None = None) -> Response:
+    """A failure; 503 invites to try again."""
+    headers = {"Retry-After": str(RETRY_SECONDS)} if code == 503 else None
+    if code == 401:
+        headers = {"WWW-Authenticate": "Bearer"}
+    body = error_body(code, message, param)
+    return Response(body, code, headers, media_type="application/json")
+
+
+def describe(error: Exception) -> tuple[int, str, str | None]:
+    """HTTP status, message and field at fault; 500 for what nobody foresaw."""
+    match error:
+        case BadRequestError():
+            return 400, error.message, error.param
+        case NotFoundError():
+            return 404, error.message, error.param
+        case RequestFailedError():
+            return error.code, error.message, None
+        case RequestValidationError():
+            return 400, *_explain(error.errors())
+        case HTTPException():
+            return error.status_code, str(error.detail), None
+    return 500, "internal error; the server's log says more", None
+
+
+def install(app: FastAPI) -> None:
+    """Answer every failure of `app` in the one form."""
+
+    async def respond(request: Request, error: Exception) -> Response:
+        code, message, param = describe(error)
+        if code in (404, 405) and isinstance(error, HTTPException):
+            message = f"{message}: {request.method} {request.url.path}"
+        response = error_response(code, message, param)
+        if isinstance(error, HTTPException) and error.headers:
+            response.headers.update(error.headers)
+        return response
+
+    async def forget(request: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
+    expected = (BadRequestError, NotFoundError, RequestFailedError)
+    for kind in (*expected, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, respond)
+    app.add_exception_handler(ClientGoneError, forget)
+
+
+def _explain(errors: Sequence[Any]) -> tuple[str, str | None]:
+    """One line about what pydantic found, and the first field at fault."""
+    if any(error["type"] == "json_invalid" for error in errors):
+        return f"the body is no valid JSON: {errors[0]['ctx']['error']}", None
+    found: dict[str, list[str]] = {}  # messages by place, such as "messages.0.role"
+    for error in errors:
+        message = error["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        said = found.setdefault(_place(error["loc"]), [])
+        if message not in said:
+            said.append(message)
+    text = "; ".join(f"{place}: {' or '.join(said)}" for place, said in found.items())
+    first = next(iter(found))
+    return text, None if first == "body" else first.split(".")[0]
+
+
+def _place(loc: Sequence[int | str]) -> str:
+    """("body", kind of body?, field, index or kind of value, ...) without the kinds."""
+    names = [name for name in loc[1:] if isinstance(name, int) or _is_field(name)]
+    return ".".join(map(str, names)) or "body"
+
+
+def _is_field(name: str) -> bool:
+    return name.isidentifier() and name[0].islower() and name not in ("str", "int", "float")

@@ -1,0 +1,125 @@
+"""What completions and chats have in common: prompts in, outputs and usage out."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import Request
+
+from jaxpaged.engine.input_processor import Prompt
+from jaxpaged.engine.messages import AddRequest
+from jaxpaged.outputs import RequestOutput
+from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.server.context import ServerContext
+from jaxpaged.server.logprobs import LogprobWriter
+from jaxpaged.server.protocol import GenerationRequest, StreamOptions, Usage
+from jaxpaged.server.streaming import merge
+from jaxpaged.server.usage import UsageCounter
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Generation:
+    """The engine's requests for one HTTP request: one a prompt, tokenized and valid."""
+
+    id: str
+    context: ServerContext
+    body: GenerationRequest
+    requests: list[AddRequest]
+    counter: UsageCounter
+    writer: LogprobWriter | None  # None: no log-probabilities wanted
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """What every chunk of an answer repeats."""
+        return {"id": self.id, "created": self.created, "model": self.context.model_name}
+
+    @property
+    def options(self) -> StreamOptions:
+        return self.body.stream_options or StreamOptions()
+
+    async def stream(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """What is new of a choice, as it comes, with the place of its prompt."""
+        engine = self.context.engine
+        async for place, output in merge([engine.run(request) for request in self.requests]):
+            self.counter.add(output)
+            yield place, output
+
+    async def collect(self) -> list[RequestOutput]:
+        """The finished outputs, in the order of the prompts."""
+        engine = self.context.engine
+        runs = [engine.run(request, delta=False) for request in self.requests]
+        finished = {place: output async for place, output in merge(runs)}
+        outputs = [finished[place] for place in range(len(runs))]
+        for output in outputs:
+            self.counter.add(output)
+        return outputs
+
+    def usage_so_far(self) -> Usage | None:
+        """For a chunk of a stream: only if each is to tell."""
+        options = self.options
+        wanted = options.include_usage and options.continuous_usage_stats
+        return self.counter.usage() if wanted else None
+
+
+async def prepare(
+    request: Request,
+    context: ServerContext,
+    body: GenerationRequest,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    kind: str,
+    add_special_tokens: bool,
+    default_max_tokens: int | None,
+    shown_logprobs: int | None,
+) -> Generation:
+    """Tokenize and check every prompt before any is queued.
+
+    Args:
+        kind: what the id begins with.
+        shown_logprobs: how many of the most likely tokens to show at each; None: nothing.
+
+    Raises:
+        BadRequestError: a prompt or the parameters.
+    """
+    own_id = body.request_id or request.headers.get("x-request-id") or uuid.uuid4().hex
+    request_id = f"{kind}-{own_id}"
+    requests = [
+        await context.engine.prepare(
+            prompt,
+            params,
+            request_id if len(prompts) == 1 else f"{request_id}-{place}",
+            add_special_tokens=add_special_tokens,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
+            default_max_tokens=default_max_tokens,
+            cache_salt=body.cache_salt,
+        )
+        for place, prompt in enumerate(prompts)
+    ]
+    config = context.config
+    if config.enable_log_requests:
+        tokens = [len(item.prompt_token_ids) for item in requests]
+        log.info("%s: prompt tokens %s, %s", request_id, tokens, requests[0].params)
+    as_ids = body.return_tokens_as_token_ids
+    return Generation(
+        request_id,
+        context,
+        body,
+        requests,
+        UsageCounter(requests, config.enable_prompt_tokens_details),
+        None
+        if shown_logprobs is None
+        else LogprobWriter(
+            shown_logprobs,
+            context.engine.tokenizer,
+            config.return_tokens_as_token_ids if as_ids is None else as_ids,
+        ),
+    )

@@ -1,0 +1,90 @@
+"""What stands between the socket and the endpoints: keys, sizes, request ids."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import uuid
+from collections.abc import Sequence
+
+from fastapi import HTTPException
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxpaged.server.errors import error_response
+
+OPEN_PATHS = ("/health", "/ping")  # liveness probes carry no key
+
+
+class ApiKeyMiddleware:
+    """401 unless the request carries one of the keys as a bearer token."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._digests = [_digest(key) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        if scope["type"] == "lifespan" or path in OPEN_PATHS or self._allowed(scope):
+            await self._app(scope, receive, send)
+            return
+        await error_response(401, "a valid API key is needed")(scope, receive, send)
+
+    def _allowed(self, scope: Scope) -> bool:
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = _digest(key.strip())
+        # Every key is compared, each in constant time: the time taken tells nothing.
+        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        return scheme.lower() == "bearer" and any(matches)
+
+
+class BodyLimitMiddleware:
+    """413 for a body that is longer than `limit` bytes, whether it says so or not."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self._app, self._limit = app, limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        message = f"the request body is longer than {self._limit} bytes (--max-request-bytes)"
+        declared = Headers(scope=scope).get("content-length", "0")
+        if declared.isdecimal() and int(declared) > self._limit:
+            await error_response(413, message)(scope, receive, send)
+            return
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            part = await receive()
+            seen += len(part.get("body", b""))
+            if seen > self._limit:
+                raise HTTPException(413, message)
+            return part
+
+        await self._app(scope, counted, send)
+
+
+class RequestIdMiddleware:
+    """Answers with the X-Request-Id of the request, or with a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = Headers(scope=scope).get("x-request-id") or uuid.uuid4().hex
+
+        async def tagged(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, tagged)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

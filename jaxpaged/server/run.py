@@ -1,0 +1,160 @@
+"""Runs a server: engine first, then HTTP, until a signal or the engine's death."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import ssl
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from socket import socket
+
+import uvicorn
+import uvloop
+
+import jaxpaged
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine.async_llm import AsyncLLM
+from jaxpaged.engine.core_client import CORE_COMMAND
+from jaxpaged.server.address import bind, url
+from jaxpaged.server.app import create_app
+from jaxpaged.server.context import ServerContext
+from jaxpaged.server_config import ServerConfig
+
+log = logging.getLogger(__name__)
+
+DEMO_NAME = "demo"
+LAST_HEALTH_SECONDS = 2.0  # how long /health says 503 before a server without engine ends
+ABORT_SECONDS = 10.0  # for the last answers to be sent after their requests were aborted
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def serve(
+    engine_config: EngineConfig,
+    config: ServerConfig,
+    *,
+    core_command: Sequence[str] = CORE_COMMAND,
+) -> int:
+    """Serve until SIGINT or SIGTERM; the exit status: 1 if the engine died.
+
+    Args:
+        core_command: what runs the engine's core.
+
+    Raises:
+        ValueError, OSError: settings, files or the address; one line.
+        EngineStartError: the engine could not start.
+    """
+    template = _read_template(config.chat_template)
+    if config.ssl_certfile is not None:  # tells now, not once the model is loaded
+        ssl.create_default_context().load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    names = config.served_model_name or (engine_config.model or DEMO_NAME,)
+    with bind(config) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        engine = AsyncLLM(
+            engine_config,
+            core_command=core_command,
+            model_name=names[0],
+            metrics_prefix=config.metrics_prefix,
+            log_stats=not config.disable_log_stats,
+        )
+        return runner.run(_serve(ServerContext(engine, config, names, template), listener))
+
+
+async def _serve(context: ServerContext, listener: socket) -> int:
+    engine, loop = context.engine, asyncio.get_running_loop()
+    starting = asyncio.create_task(engine.start())
+    for number in SIGNALS:
+        loop.add_signal_handler(number, starting.cancel)
+    try:
+        await starting
+    except asyncio.CancelledError:
+        log.info("stopped before the engine was ready")
+        return 0
+    server = _Server(context)
+    for number in SIGNALS:
+        loop.add_signal_handler(number, server.handle_exit, number, None)
+    watching = asyncio.create_task(_end_after(engine, server))
+    _greet(context, listener)
+    await server.serve(sockets=[listener])
+    watching.cancel()
+    died = engine.dead is not None
+    await engine.shutdown()
+    return int(died)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn that lets running requests finish for a while, then aborts them politely."""
+
+    def __init__(self, context: ServerContext) -> None:
+        config = context.config
+        self._engine, self._timeout = context.engine, config.shutdown_timeout
+        super().__init__(
+            uvicorn.Config(
+                create_app(context),
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level=config.uvicorn_log_level,
+                access_log=config.enable_log_requests,
+                ssl_keyfile=config.ssl_keyfile,
+                ssl_certfile=config.ssl_certfile,
+                timeout_graceful_shutdown=int(config.shutdown_timeout + ABORT_SECONDS),
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield  # they are handled since before the engine started
+
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        draining = asyncio.create_task(self._drain())
+        await super().shutdown(sockets)
+        draining.cancel()
+
+    async def _drain(self) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._timeout
+        while self._engine.num_requests and loop.time() < deadline:
+            await asyncio.sleep(0.05)
+        while True:
+            self._engine.abort_all()
+            await asyncio.sleep(0.1)  # a request may just have passed the tokenizer
+
+
+async def _end_after(engine: AsyncLLM, server: uvicorn.Server) -> None:
+    await engine.wait_dead()
+    await asyncio.sleep(LAST_HEALTH_SECONDS)
+    server.should_exit = True
+
+
+def _greet(context: ServerContext, listener: socket) -> None:
+    engine, config = context.engine, context.config
+    if engine.sampling_defaults:
+        values = ", ".join(f"{name} {value}" for name, value in engine.sampling_defaults.items())
+        log.info(
+            "default sampling from the model's generation_config.json: %s "
+            "(--generation-config none ignores it)",
+            values,
+        )
+    if config.uds is None and config.host in ("127.0.0.1", "localhost", "::1"):
+        log.info("only this machine can connect; --host 0.0.0.0 opens it to others")
+    info = engine.info
+    print(
+        f"jaxpaged {jaxpaged.__version__} serves {context.model_name} at {url(config, listener)}: "
+        f"{info.num_pages} pages of {info.page_size} tokens, up to {info.max_model_len} tokens a "
+        f"request, {len(info.buckets)} buckets ({info.buckets[0]} ... {info.buckets[-1]}), "
+        f"{info.dtype} on {info.platform}",
+        flush=True,
+    )
+
+
+def _read_template(given: str | None) -> str | None:
+    """A chat template from a file, or the text itself."""
+    if given is None or "{" in given:
+        return given
+    try:
+        return Path(given).read_text("utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read the chat template {given!r}: {error.strerror}") from error

@@ -1,0 +1,84 @@
+"""Every setting of the HTTP server, once: the CLI makes its flags from these fields."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpaged.config import setting
+
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Settings of one server.
+
+    Raises:
+        ValueError: values that contradict each other or lie outside their range.
+    """
+
+    served_model_name: tuple[str, ...] = setting(
+        (), "names that requests may use; the first is echoed (default: the model's)"
+    )
+    host: str = setting(
+        "127.0.0.1", "address to listen on; unlike vLLM's default, only this machine can connect"
+    )
+    port: int = setting(8000, "TCP port; 0: any free one")
+    uds: str | None = setting(None, "listen on this Unix socket instead", metavar="PATH")
+    root_path: str = setting("", "path that a proxy in front strips off")
+    api_key: tuple[str, ...] = setting(
+        (),
+        "keys of which clients must send one as a bearer token, on every route but /health and "
+        "/ping (environment: JAXPAGED_API_KEY)",
+        metavar="KEY",
+    )
+    allowed_origins: tuple[str, ...] = setting(
+        (), "web origins that may call the server from a browser; '*': any", metavar="ORIGIN"
+    )
+    ssl_keyfile: str | None = setting(None, "private key; makes it HTTPS", metavar="FILE")
+    ssl_certfile: str | None = setting(None, "certificate for --ssl-keyfile", metavar="FILE")
+    uvicorn_log_level: str = setting("info", "what the HTTP library logs", choices=LOG_LEVELS)
+
+    chat_template: str | None = setting(
+        None, "file with a Jinja chat template, or its text, instead of the model's"
+    )
+    default_chat_template_kwargs: dict[str, Any] | None = setting(
+        None, "JSON object: template variables for requests that don't set them", metavar="JSON"
+    )
+    response_role: str = setting("assistant", "role of the answers of a chat")
+    return_tokens_as_token_ids: bool = setting(
+        False, "spell tokens in log-probabilities as 'token_id:N'"
+    )
+    enable_prompt_tokens_details: bool = setting(
+        False, "tell in usage how many prompt tokens the prefix cache served"
+    )
+    enable_request_id_headers: bool = setting(False, "echo X-Request-Id, or make one up")
+    enable_log_requests: bool = setting(False, "log each request")
+    disable_log_stats: bool = setting(False, "don't log throughput and load")
+    metrics_prefix: str = setting(
+        "jaxpaged", "what metric names begin with; vllm suits boards made for it"
+    )
+    max_request_bytes: int = setting(32 << 20, "longest request body; beyond: 413")
+    shutdown_timeout: float = setting(
+        0.0, "seconds that running requests get to finish after SIGTERM", metavar="SECONDS"
+    )
+
+    def __post_init__(self) -> None:
+        self._require("port", 0 <= self.port < 65536, "0 to 65535")
+        self._require("max_request_bytes", self.max_request_bytes >= 1, "at least 1")
+        self._require("shutdown_timeout", self.shutdown_timeout >= 0, "at least 0")
+        self._require("uvicorn_log_level", self.uvicorn_log_level in LOG_LEVELS, "a log level")
+        self._require("api_key", all(self.api_key), "non-empty")
+        self._require(
+            "metrics_prefix",
+            re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix) is not None,
+            "letters, digits and underscores",
+        )
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ValueError("ssl_keyfile and ssl_certfile need each other")
+
+    def _require(self, name: str, ok: bool, rule: str) -> None:
+        if not ok:
+            raise ValueError(f"{name} must be {rule}, got {getattr(self, name)!r}")
