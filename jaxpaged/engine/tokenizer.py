@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import logging
 import re
@@ -82,7 +81,8 @@ class Tokenizer:
         # transformers' own logger tells at import that there is no PyTorch, which is fine. The
         # import waits till now because it takes long: meanwhile the engine's process starts.
         logging.getLogger("transformers").addFilter(lambda entry: entry.levelno >= logging.ERROR)
-        transformers = importlib.import_module("transformers")
+        import transformers
+
         transformers.logging.set_verbosity_error()
         try:
             backend = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
