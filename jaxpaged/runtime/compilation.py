@@ -31,6 +31,13 @@ def enable_compile_cache(folder: str | None) -> Path | None:
     return path
 
 
+def compile_options(platform: str) -> dict[str, Any]:
+    """XLA's options for the executables of an engine."""
+    # On a CPU the time goes to library products: less work on the rest compiles a quarter faster
+    # and runs no slower (measured with 55M parameters, 12 layers).
+    return {"xla_backend_optimization_level": 1} if platform == "cpu" else {}
+
+
 def abstract(tree: Any) -> Any:
     """Shapes, dtypes and shardings of a pytree of arrays."""
     return jax.tree.map(
@@ -65,8 +72,8 @@ class Executables(Generic[Key]):
     `compile_all` that count stays 0.
     """
 
-    def __init__(self, program: Callable[[Key], Program]) -> None:
-        self._program = program
+    def __init__(self, program: Callable[[Key], Program], options: dict[str, Any]) -> None:
+        self._program, self._options = program, options
         self._compiled: dict[Key, jax.stages.Compiled] = {}
         self.late_compilations = 0
         self.trace_seconds = 0.0
@@ -77,7 +84,9 @@ class Executables(Generic[Key]):
         if compiled is None:
             self.late_compilations += 1
             log.info("compiling %s on first use", key)
-            compiled = self._compiled[key] = self._program(key).lower().compile()
+            compiled = self._compiled[key] = (
+                self._program(key).lower().compile(compiler_options=self._options)
+            )
         return compiled
 
     def compile_all(self, keys: Iterable[Key]) -> None:
@@ -91,7 +100,7 @@ class Executables(Generic[Key]):
                 lowering = time.perf_counter()
                 lowered = self._program(key).lower()
                 self.trace_seconds += time.perf_counter() - lowering
-                future = pool.submit(lowered.compile)
+                future = pool.submit(lowered.compile, compiler_options=self._options)
                 future.add_done_callback(lambda _: progress.update())
                 pending[future] = key
             for future in as_completed(pending):

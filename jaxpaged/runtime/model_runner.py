@@ -15,7 +15,7 @@ from jaxpaged.core.sequence import SequenceState
 from jaxpaged.models.decoder import Decoder, Params, head_params
 from jaxpaged.runtime import sampler
 from jaxpaged.runtime.batch_builder import BatchBuilder, PromptRow
-from jaxpaged.runtime.compilation import Executables, abstract
+from jaxpaged.runtime.compilation import Executables, abstract, compile_options
 from jaxpaged.runtime.plan import EnginePlan
 from jaxpaged.runtime.programs import (
     PENALTY_PIECE,
@@ -71,7 +71,8 @@ class ModelRunner:
             Programs(
                 model, self._shapes, max_logprobs, params, abstract(self._state),
                 abstract(self._penalties),
-            )
+            ),
+            compile_options(jax.default_backend()),
         )  # fmt: skip
 
     def compile_all(self) -> None:
