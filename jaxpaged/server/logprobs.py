@@ -53,14 +53,7 @@ class LogprobWriter:
             offset += len(text)
             written.tokens.append(self._spell(token_id, text))
             written.token_logprobs.append(None if chosen is None else finite(chosen.logprob))
-            written.top_logprobs.append(
-                None
-                if entry is None
-                else {
-                    self._spell(top, logprob.decoded_token): finite(logprob.logprob)
-                    for top, logprob in self._shown(token_id, entry)
-                }
-            )
+            written.top_logprobs.append(None if entry is None else self._tops(token_id, entry))
         return written, offset
 
     def chat(
@@ -92,11 +85,13 @@ class LogprobWriter:
         ranked = sorted(entry.items(), key=lambda item: item[1].rank)
         return [item for item in ranked if item[1].rank <= self.count][: self.count]
 
-    def _shown(self, token_id: int, entry: TokenLogprobs) -> list[tuple[int, Logprob]]:
+    def _tops(self, token_id: int, entry: TokenLogprobs) -> dict[str, float]:
         """The most likely tokens, and the chosen one even if it is none of them."""
-        tops = self._most_likely(entry)
-        chosen = (token_id, entry[token_id])
-        return tops if chosen in tops else [*tops, chosen]
+        tops: dict[str, float] = {}
+        for top, logprob in [*self._most_likely(entry), (token_id, entry[token_id])]:
+            # Of tokens that read the same, such as parts of characters, the likeliest is shown.
+            tops.setdefault(self._spell(top, logprob.decoded_token), finite(logprob.logprob))
+        return tops
 
     def _plain_text(self, token_id: int, logprob: Logprob | None) -> str:
         if logprob is not None:
