@@ -78,6 +78,8 @@ class Tokenizer:
         Raises:
             OSError: it is missing or unreadable; one line that names the folder.
         """
+        if not any(folder.glob("*token*")):  # tokenizer.json, tokenizer.model
+            raise OSError(f"no tokenizer in {folder}: tokenizer.json is missing")
         # transformers' own logger tells at import that there is no PyTorch, which is fine. The
         # import waits till now because it takes long: meanwhile the engine's process starts.
         logging.getLogger("transformers").addFilter(lambda entry: entry.levelno >= logging.ERROR)
@@ -96,7 +98,13 @@ class Tokenizer:
         return self._backend.chat_template is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; special tokens that it spells are recognised."""
+        """Token ids of a text; special tokens that it spells are recognised.
+
+        Raises:
+            UnicodeEncodeError: half a surrogate pair is no text.
+        """
+        if not text.isascii():
+            text.encode()
         if self._fast is not None:  # lets other threads run meanwhile
             return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
         return self._backend.encode(text, add_special_tokens=add_special_tokens)

@@ -1,0 +1,219 @@
+"""`jaxpaged serve` as its users run it: the built-in model, the real core, official clients."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from jaxpaged.model_files import DEMO_MODEL
+
+ARGS = ["--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--max-model-len", "512"]
+
+
+class Serving:
+    """A server process on a free port."""
+
+    def __init__(self, *args: str, log: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.log = log
+        with log.open("w") as sink:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "jaxpaged", "serve", "--port", str(port), *ARGS, *args],
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+            )
+        self.url = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + 180
+        while True:
+            assert self.process.poll() is None, self.text
+            assert time.monotonic() < deadline, self.text
+            try:
+                if httpx.get(self.url + "/health").status_code == 200:
+                    break
+            except httpx.TransportError:
+                time.sleep(0.1)
+        self.client = openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0)
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def core_pid(self) -> int:
+        """The one child process that runs the engine."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        (core,) = [
+            int(pid)
+            for pid in children.split()
+            if b"core_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        return core
+
+    def gauge(self, name: str) -> float:
+        found = re.search(
+            rf"^jaxpaged:{name}{{.*}} (\S+)$", httpx.get(self.url + "/metrics").text, re.M
+        )
+        assert found is not None, name
+        return float(found[1])
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    serving = Serving(log=tmp_path_factory.mktemp("serve") / "log")
+    yield serving
+    serving.process.kill()
+    serving.process.wait()
+
+
+def test_the_ready_line_names_url_model_pages_and_buckets(serving: Serving) -> None:
+    (line,) = re.findall(rf"^.*{re.escape(serving.url)}.*$", serving.text, re.M)[:1]
+    assert "demo" in line and "pages" in line and "buckets" in line
+
+
+def test_the_openai_client_chats_streams_and_completes(serving: Serving) -> None:
+    client = serving.client
+    assert [model.id for model in client.models.list()] == ["demo"]
+    asked = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "Good morrow!"}],
+        "max_tokens": 24,
+        "temperature": 0.7,
+        "seed": 5,
+    }
+    whole = client.chat.completions.create(**asked)  # type: ignore[call-overload]
+    pieces = client.chat.completions.create(**asked, stream=True)  # type: ignore[call-overload]
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in pieces)
+    assert streamed == whole.choices[0].message.content != ""
+    completion = client.completions.create(model="demo", prompt="To be", max_tokens=5, n=2)
+    assert [choice.index for choice in completion.choices] == [0, 1]
+    assert completion.usage is not None and completion.usage.completion_tokens <= 10
+
+
+def test_concurrent_requests_get_what_they_get_alone(serving: Serving) -> None:
+    def answer(i: int) -> str:
+        return (
+            serving.client.completions.create(
+                model="demo", prompt="The king " * (i + 1), max_tokens=20, temperature=0.9, seed=i
+            )
+            .choices[0]
+            .text
+        )
+
+    alone = [answer(i) for i in range(6)]
+    together: dict[int, str] = {}
+    threads = [
+        threading.Thread(target=lambda i=i: together.__setitem__(i, answer(i)))  # type: ignore[misc]
+        for i in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [together[i] for i in range(6)] == alone
+    assert serving.gauge("step_compilations") == 0
+
+
+def test_a_client_that_goes_away_is_aborted(serving: Serving) -> None:
+    body = {
+        "model": "demo",
+        "prompt": "Once",
+        "max_tokens": 500,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    with (
+        httpx.Client() as http,
+        http.stream("POST", serving.url + "/v1/completions", json=body) as response,
+    ):
+        next(response.iter_lines())
+    deadline = time.monotonic() + 2
+    while serving.gauge("num_requests_running") or serving.gauge("kv_cache_usage_perc"):
+        assert time.monotonic() < deadline, "still running two seconds after the client left"
+        time.sleep(0.05)
+    assert "Traceback" not in serving.text
+
+
+def test_bad_requests_leave_a_server_that_serves(serving: Serving) -> None:
+    for path, body in [
+        ("/v1/completions", {"model": "nobody", "prompt": "x"}),
+        ("/v1/completions", {"model": "demo", "prompt": "x", "logit_bias": {"99999": 1}}),
+        ("/v1/completions", {"model": "demo", "prompt": "x", "max_tokens": 600}),
+        ("/v1/completions", {"model": "demo", "prompt": [1, -1]}),
+        ("/v1/chat/completions", {"model": "demo", "messages": "x"}),
+        ("/v1/chat/completions", {"model": "demo", "messages": [], "temperature": -1}),
+        ("/v1/nothing", {}),
+    ]:
+        answer = httpx.post(serving.url + path, json=body)
+        assert 400 <= answer.status_code < 500, (path, body, answer.text)
+        error = answer.json()["error"]
+        assert error["message"] and error["code"] == answer.status_code
+        good = serving.client.completions.create(model="demo", prompt="x", max_tokens=5)
+        assert good.usage is not None
+
+
+def test_sigterm_ends_everything(tmp_path: Path) -> None:
+    serving = Serving(log=tmp_path / "log")
+    core = serving.core_pid()
+    serving.process.send_signal(signal.SIGTERM)
+    assert serving.process.wait(timeout=20) == 0, serving.text
+    with pytest.raises(ProcessLookupError):
+        os.kill(core, 0)
+    assert "Traceback" not in serving.text
+
+
+def test_a_dead_engine_says_so_and_exits(tmp_path: Path) -> None:
+    serving = Serving(log=tmp_path / "log")
+    body = {"model": "demo", "prompt": "Once", "max_tokens": 500, "ignore_eos": True}
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        answers.append(httpx.post(serving.url + "/v1/completions", json=body, timeout=60))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while not serving.gauge("num_requests_running"):
+        time.sleep(0.02)
+    os.kill(serving.core_pid(), signal.SIGKILL)
+    thread.join()
+    assert answers[0].status_code in (500, 503)
+    assert answers[0].json()["error"]["code"] == answers[0].status_code
+    assert serving.process.wait(timeout=20) != 0
+
+
+def test_settings_that_cannot_work_are_one_line(tmp_path: Path) -> None:
+    empty, foreign = tmp_path / "empty", tmp_path / "foreign"
+    empty.mkdir()
+    shutil.copytree(DEMO_MODEL, foreign)
+    (foreign / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
+    for args, words in [
+        ([str(tmp_path / "nowhere")], "nowhere"),
+        ([str(empty)], "tokenizer"),
+        ([str(foreign)], "GPT2LMHeadModel"),
+        (["--max-model-len", "9k"], "9000"),
+        (["--num-gpu-blocks-override", "3"], "To serve at least one request"),
+    ]:
+        found = subprocess.run(
+            [sys.executable, "-m", "jaxpaged", "serve", "--port", "0", *args],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert found.returncode not in (0, -signal.SIGKILL)
+        (line,) = [text for text in found.stderr.splitlines() if text.startswith("jaxpaged: ")]
+        assert words in line
+        assert "Traceback" not in found.stderr, found.stderr
