@@ -154,8 +154,8 @@ class AsyncLLM:
         flight = _Flight(RequestTimes(request), delta)
         self._flights[request_id] = flight
         self._outputs.add(request, prompt, delta=delta)
-        self._core.send(request)
         try:
+            self._core.send(request)
             finished = False
             while not finished:
                 output = await flight.queue.get()

@@ -64,6 +64,8 @@ def describe(error: Exception) -> tuple[int, str, str | None]:
             return error.code, error.message, None
         case RequestValidationError():
             return 400, *_explain(error.errors())
+        case UnicodeEncodeError():
+            return 400, "the request holds half of a surrogate pair, which is no text", None
         case HTTPException():
             return error.status_code, str(error.detail), None
     return 500, "internal error; the server's log says more", None
@@ -84,7 +86,7 @@ def install(app: FastAPI) -> None:
     async def forget(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_GONE)
 
-    expected = (BadRequestError, NotFoundError, RequestFailedError)
+    expected = (BadRequestError, NotFoundError, RequestFailedError, UnicodeEncodeError)
     for kind in (*expected, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, respond)
     app.add_exception_handler(ClientGoneError, forget)
@@ -94,6 +96,8 @@ def _explain(errors: Sequence[Any]) -> tuple[str, str | None]:
     """One line about what pydantic found, and the first field at fault."""
     if any(error["type"] == "json_invalid" for error in errors):
         return f"the body is no valid JSON: {errors[0]['ctx']['error']}", None
+    if any(error["type"] == "model_attributes_type" and len(error["loc"]) == 1 for error in errors):
+        return "the body must be a JSON object, sent with Content-Type: application/json", None
     found: dict[str, list[str]] = {}  # messages by place, such as "messages.0.role"
     for error in errors:
         message = error["msg"].removeprefix("Value error, ").removeprefix("Input ")

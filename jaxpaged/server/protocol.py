@@ -79,7 +79,7 @@ class GenerationRequest(SamplingFields):
     stream_options: StreamOptions | None = None
     user: str | None = None  # accepted, unused
     truncate_prompt_tokens: int | None = None
-    request_id: str | None = Field(None, max_length=256)
+    request_id: str | None = Field(None, pattern="^[!-~]{1,256}$")  # printable ASCII
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool | None = None  # None: the server's flag
     cache_salt: str | None = Field(None, min_length=1)

@@ -71,12 +71,11 @@ async def _serve(context: ServerContext, listener: socket) -> int:
     except asyncio.CancelledError:
         log.info("stopped before the engine was ready")
         return 0
-    server = _Server(context)
+    server = _Server(context, listener)
     for number in SIGNALS:
         loop.add_signal_handler(number, server.handle_exit, number, None)
     watching = asyncio.create_task(_end_after(engine, server))
-    _greet(context, listener)
-    await server.serve(sockets=[listener])
+    await server.serve([listener])
     watching.cancel()
     died = engine.dead is not None
     await engine.shutdown()
@@ -86,9 +85,9 @@ async def _serve(context: ServerContext, listener: socket) -> int:
 class _Server(uvicorn.Server):
     """uvicorn that lets running requests finish for a while, then aborts them politely."""
 
-    def __init__(self, context: ServerContext) -> None:
+    def __init__(self, context: ServerContext, listener: socket) -> None:
         config = context.config
-        self._engine, self._timeout = context.engine, config.shutdown_timeout
+        self._context, self._engine, self._listener = context, context.engine, listener
         super().__init__(
             uvicorn.Config(
                 create_app(context),
@@ -108,6 +107,10 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Generator[None, None, None]:
         yield  # they are handled since before the engine started
 
+    async def startup(self, sockets: list[socket] | None = None) -> None:
+        await super().startup(sockets)
+        _greet(self._context, self._listener)
+
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         draining = asyncio.create_task(self._drain())
         await super().shutdown(sockets)
@@ -115,7 +118,7 @@ class _Server(uvicorn.Server):
 
     async def _drain(self) -> None:
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._timeout
+        deadline = loop.time() + self._context.config.shutdown_timeout
         while self._engine.num_requests and loop.time() < deadline:
             await asyncio.sleep(0.05)
         while True:
@@ -130,6 +133,7 @@ async def _end_after(engine: AsyncLLM, server: uvicorn.Server) -> None:
 
 
 def _greet(context: ServerContext, listener: socket) -> None:
+    """Say where clients find the server, once they do."""
     engine, config = context.engine, context.config
     if engine.sampling_defaults:
         values = ", ".join(f"{name} {value}" for name, value in engine.sampling_defaults.items())

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import httpx
+import pytest
+from fake_server import Server
+from http_checks import check_error
+
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "code", "words"),
+    [
+        ("GET", "/nope", 404, ["/nope"]),
+        ("POST", "/v1/nope", 404, ["/v1/nope"]),
+        ("GET", "/v1/completions", 405, ["GET"]),
+        ("DELETE", "/v1/models", 405, ["DELETE"]),
+    ],
+)
+def test_routes(server: Server, method: str, path: str, code: int, words: list[str]):
+    answer = httpx.request(method, server.url + path)
+    check_error(answer, code, *words)
+    assert ("allow" in answer.headers) == (code == 405)
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "words"),
+    [
+        (b"{", JSON, ["no valid JSON"]),
+        (b"", JSON, ["body"]),
+        (b"[]", JSON, ["JSON object"]),
+        (b"\xff\xfe", JSON, []),
+        (b'{"prompt": "x"}', {}, ["Content-Type"]),
+        (b'{"prompt": "\\ud800"}', JSON, ["surrogate"]),
+        (b'{"prompt": "x", "stop": "\\ud800"}', JSON, ["surrogate"]),
+        (b'{"prompt": "x", "cache_salt": "\\ud800"}', JSON, ["cache_salt"]),
+        (b'{"prompt": "x", "request_id": "\\ud800"}', JSON, ["request_id"]),
+    ],
+)
+def test_bodies(server: Server, content: bytes, headers: dict, words: list[str]):
+    answer = httpx.post(server.url + "/v1/completions", content=content, headers=headers)
+    check_error(answer, 400, *words)
+    assert not any("Traceback" in line for line in server.lines), server.lines
+
+
+def test_a_name_that_is_no_text(server: Server):
+    content = b'{"prompt": "x", "model": "\\ud800"}'
+    check_error(httpx.post(server.url + "/v1/completions", content=content, headers=JSON), 404)
+
+
+def test_the_first_field_at_fault_is_named(server: Server):
+    body = {"prompt": "x", "stop": {"a": 1}, "logit_bias": {"5": "x"}}
+    error = check_error(server.post("/v1/completions", **body), 400, "stop:", "logit_bias:")
+    assert error["param"] == "stop"

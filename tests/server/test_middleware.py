@@ -1,0 +1,101 @@
+"""Keys, body sizes, request ids and origins, on one server with all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from fake_server import Server, running
+from http_checks import check_error
+
+ORIGIN = "https://page.example"
+KEY = {"Authorization": "Bearer second"}
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Server]:
+    flags = ["--skip-tokenizer-init", "--api-key", "first", "second"]
+    flags += ["--max-request-bytes", "1000", "--enable-request-id-headers"]
+    flags += ["--allowed-origins", ORIGIN, "--metrics-prefix", "vllm", "--root-path", "/llm"]
+    with running(*flags) as server:
+        server.url = server.url.removesuffix("/llm")
+        yield server
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping"])
+def test_liveness_needs_no_key(guarded: Server, path: str):
+    assert guarded.get(path).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/metrics", "/version", "/docs", "/openapi.json", "/tokenize", "/nope"]
+)
+@pytest.mark.parametrize(
+    "header", [None, "Bearer wrong", "Bearer", "second", "Basic second", "Bearer první"]
+)
+def test_everything_else_does(guarded: Server, path: str, header: str | None):
+    headers = {} if header is None else {"Authorization": header.encode()}
+    answer = guarded.get(path, headers=headers)
+    check_error(answer, 401, "API key")
+    assert answer.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("header", ["Bearer first", "Bearer second", "bearer second"])
+def test_each_key_opens(guarded: Server, header: str):
+    assert guarded.get("/v1/models", headers={"Authorization": header}).status_code == 200
+
+
+def test_the_environment_may_hold_the_key():
+    with running("--skip-tokenizer-init", env={"JAXPAGED_API_KEY": "hidden"}) as server:
+        check_error(server.get("/v1/models"), 401)
+        opened = server.get("/v1/models", headers={"Authorization": "Bearer hidden"})
+        assert opened.status_code == 200
+
+
+def test_a_body_that_says_it_is_too_long(guarded: Server):
+    answer = httpx.post(guarded.url + "/v1/completions", content=b"x" * 1001, headers=KEY)
+    check_error(answer, 413, "1000 bytes")
+
+
+def test_a_body_that_does_not_say_it_is_too_long(guarded: Server):
+    pieces = (b" " * 100 for _ in range(20))
+    headers = {**KEY, "Content-Type": "application/json"}
+    answer = httpx.post(guarded.url + "/v1/completions", content=pieces, headers=headers)
+    check_error(answer, 413, "1000 bytes")
+
+
+def test_request_ids_come_back(guarded: Server):
+    given = guarded.get("/health", headers={"X-Request-Id": "mine"})
+    assert given.headers["x-request-id"] == "mine"
+    assert len(guarded.get("/health").headers["x-request-id"]) == 32
+    body = {"prompt": [5], "max_tokens": 1}
+    headers = {**KEY, "X-Request-Id": "mine"}
+    answer = httpx.post(guarded.url + "/v1/completions", json=body, headers=headers)
+    assert answer.json()["id"] == "cmpl-mine"
+
+
+def test_origins(guarded: Server):
+    preflight = {"Origin": ORIGIN, "Access-Control-Request-Method": "POST"}
+    allowed = httpx.options(guarded.url + "/v1/completions", headers=preflight)
+    assert allowed.status_code == 200
+    assert allowed.headers["access-control-allow-origin"] == ORIGIN
+    other = guarded.get("/health", headers={"Origin": "https://other.example"})
+    assert "access-control-allow-origin" not in other.headers
+
+
+def test_metrics_under_another_prefix(guarded: Server):
+    text = guarded.get("/metrics", headers=KEY).text
+    assert "vllm:num_requests_running{" in text
+    assert "jaxpaged:" not in text
+
+
+def test_a_path_in_front(guarded: Server):
+    page = guarded.get("/docs", headers=KEY).text
+    assert "/llm/openapi.json" in page
+
+
+def test_no_origins_unless_asked_for(server: Server):
+    answer = server.get("/health", headers={"Origin": ORIGIN})
+    assert "access-control-allow-origin" not in answer.headers
+    assert "x-request-id" not in answer.headers
