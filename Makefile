@@ -9,7 +9,8 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,\
 EXTRAS ?=
 ARGS ?=
 
-INSTALLED = .venv/.installed-$(EXTRAS)
+# A stamp per set of extras: while pyproject.toml stays as it is, nothing is installed twice.
+INSTALLED = .venv/.installed-$(or $(EXTRAS),plain)
 
 help: ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -19,7 +20,7 @@ serve: $(INSTALLED) ## serve the built-in model on port 8000; ARGS="MODEL --port
 
 test: EXTRAS := $(or $(EXTRAS),test)
 test: ## check style, types, imports and behaviour: the same as CI
-	@$(MAKE) --no-print-directory .venv/.installed-$(EXTRAS) EXTRAS=$(EXTRAS)
+	@$(MAKE) --no-print-directory $(INSTALLED) EXTRAS=$(EXTRAS)
 	PATH="$(CURDIR)/.venv/bin:$$PATH" scripts/check.sh $(ARGS)
 
 format: ## let ruff rewrite the tree in the house style
@@ -29,10 +30,9 @@ format: ## let ruff rewrite the tree in the house style
 clean: ## remove .venv and caches
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
-# A stamp per set of extras: an unchanged pyproject.toml costs nothing the second time.
 .venv/.installed-%: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "jaxpaged needs Python 3.11 or newer" >&2; exit 1; }
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	@echo "installing jaxpaged$(if $*, with $*) into .venv (once) ..."
-	.venv/bin/python -m pip install --quiet --editable '.$(if $*,[$*])'
+	@echo "installing jaxpaged$(if $(EXTRAS), with $(EXTRAS)) into .venv: once, some minutes"
+	.venv/bin/python -m pip install --disable-pip-version-check --editable '.$(if $(EXTRAS),[$(EXTRAS)])'
 	@touch $@
