@@ -87,7 +87,7 @@ class EngineCore:
     # -- requests ------------------------------------------------------------------------------
 
     def add(self, message: AddRequest) -> None:
-        """Queue a request; a full queue answers with an error output (503)."""
+        """Queue a request; if it cannot be, an error output says why (503: the queue is full)."""
         params = message.params
         seed = params.seed
         if seed is None:
@@ -105,14 +105,14 @@ class EngineCore:
                     seed=seed,
                 )
             )
-        except QueueFullError as error:
+        except (QueueFullError, ValueError) as error:
             self._outputs.append(
                 SequenceOutput(
                     request_id=message.request_id,
                     index=0,
                     finish_reason="error",
                     error=str(error),
-                    error_code=503,
+                    error_code=503 if isinstance(error, QueueFullError) else 400,
                 )
             )
 
