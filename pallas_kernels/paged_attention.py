@@ -217,8 +217,11 @@ class _Attend:
         """Add one block of keys to the running softmax."""
         precision = lax.Precision.HIGHEST if q_UKRH.dtype == jnp.float32 else None
         score_UKRC = self.scale * jnp.einsum(
-            "ukrh,ukch->ukrc", q_UKRH, k_UKCH,
-            precision=precision, preferred_element_type=jnp.float32,
+            "ukrh,ukch->ukrc",
+            q_UKRH,
+            k_UKCH,
+            precision=precision,
+            preferred_element_type=jnp.float32,
         )
         if self.softcap is not None:
             score_UKRC = self.softcap * jnp.tanh(score_UKRC / self.softcap)
@@ -228,8 +231,11 @@ class _Attend:
         weight_UKRC = jnp.where(sees_U1RC, jnp.exp(score_UKRC - max_UKR[..., None]), 0)
         decay_UKR = jnp.exp(state.max_UKR - max_UKR)
         new_UKRH = jnp.einsum(
-            "ukrc,ukch->ukrh", weight_UKRC.astype(v_UKCH.dtype), v_UKCH,
-            precision=precision, preferred_element_type=jnp.float32,
+            "ukrc,ukch->ukrh",
+            weight_UKRC.astype(v_UKCH.dtype),
+            v_UKCH,
+            precision=precision,
+            preferred_element_type=jnp.float32,
         )
         return _Softmax(
             max_UKR,

@@ -132,9 +132,7 @@ def test_any_ragged_batch(data: st.DataObject) -> None:
     queries = data.draw(
         st.lists(st.integers(1, 40), max_size=B).filter(lambda counts: sum(counts) <= T)
     )
-    sequences = [
-        (count, data.draw(st.integers(count, longest))) for count in sorted(queries)
-    ]
+    sequences = [(count, data.draw(st.integers(count, longest))) for count in sorted(queries)]
     check(ragged_batch(sequences, T=T, B=B, seed=data.draw(st.integers(0, 99))))
 
 
@@ -158,8 +156,15 @@ def layers(q_TNH, pages_P2KSH, table, starts, lengths, num_decodes, num_seqs, *,
         k_TKH = q_TNH[:, : pages_P2KSH.shape[2]]
         pages_P2KSH = write_kv_pages(k_TKH, k_TKH, pages_P2KSH, page_T, slot_T)
         q_TNH = paged_attention(
-            q_TNH, pages_P2KSH, table, query_start_B1=starts, kv_len_B=lengths,
-            num_decodes=num_decodes, num_seqs=num_seqs, scale=1.0, decode_only=decode_only,
+            q_TNH,
+            pages_P2KSH,
+            table,
+            query_start_B1=starts,
+            kv_len_B=lengths,
+            num_decodes=num_decodes,
+            num_seqs=num_seqs,
+            scale=1.0,
+            decode_only=decode_only,
         )
     return q_TNH, pages_P2KSH
 
@@ -170,8 +175,13 @@ def test_donated_pages_are_never_copied(dtype: str, decode_only: bool) -> None:
     r = ragged_batch([], T=16, B=16, M=400, dtype=dtype)
     step = jax.jit(partial(layers, decode_only=decode_only), donate_argnums=1)
     compiled = step.lower(
-        r.q_TNH, r.pages_P2KSH, r.page_table_BM, r.query_start_B1, r.kv_len_B,
-        r.num_decodes, r.num_seqs,
+        r.q_TNH,
+        r.pages_P2KSH,
+        r.page_table_BM,
+        r.query_start_B1,
+        r.kv_len_B,
+        r.num_decodes,
+        r.num_seqs,
     ).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < r.pages_P2KSH.nbytes / 4
     assert compiled.memory_analysis().alias_size_in_bytes >= r.pages_P2KSH.nbytes

@@ -254,9 +254,7 @@ def test_logprobs_are_raw_and_ranked() -> None:
     assert out.rank_R[0] == 1 and out.rank_R[2] == 3
     best = np.argsort(-expected, axis=1)[:, :MAX_LOGPROBS]
     assert out.top_id_RX.tolist() == best.tolist()
-    np.testing.assert_allclose(
-        out.top_logprob_RX, np.take_along_axis(expected, best, 1), rtol=1e-5
-    )
+    np.testing.assert_allclose(out.top_logprob_RX, np.take_along_axis(expected, best, 1), rtol=1e-5)
 
 
 def test_no_logprobs_at_all_can_be_asked() -> None:
@@ -286,8 +284,12 @@ def test_mask_forbids_in_every_way_of_drawing() -> None:
 
 def test_bias_does_not_lift_a_masked_token() -> None:
     token = draw(
-        random_logits(1), "full", mask_RW=mask_of([4, 5]), temperature_R=0,
-        bias_id_RX=[[9, 5]], bias_RX=[[100, 50]],
+        random_logits(1),
+        "full",
+        mask_RW=mask_of([4, 5]),
+        temperature_R=0,
+        bias_id_RX=[[9, 5]],
+        bias_RX=[[100, 50]],
     ).token_R[0]
     assert token == 5
 
@@ -343,8 +345,10 @@ def test_counts_follow_the_tokens_sampled() -> None:
     logits[:, 9], logits[:, 8] = 1.0, 0.5
     state = PenaltyState.zeros(MAX_SEQS, V)
     settings = {
-        "temperature_R": 0, "frequency_R": 1.0,
-        "slot_R": [1, 2, *[MAX_SEQS] * 14], "target_R": [-1, -1, 3, *[-1] * 13],
+        "temperature_R": 0,
+        "frequency_R": 1.0,
+        "slot_R": [1, 2, *[MAX_SEQS] * 14],
+        "target_R": [-1, -1, 3, *[-1] * 13],
     }
     seen = []
     for _ in range(3):
