@@ -21,7 +21,6 @@ from jaxpaged.engine.messages import (
     AddRequest,
     EngineInfo,
     EngineStats,
-    ResetPrefixCache,
     SequenceOutput,
 )
 from jaxpaged.engine.metrics import Metrics, RequestTimes
@@ -196,10 +195,6 @@ class AsyncLLM:
         """End every request; those that wait get an output with finish_reason abort."""
         if self._flights:
             self._core.send(AbortRequests(list(self._flights)))
-
-    def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix, as soon as no page of it is in use."""
-        self._core.send(ResetPrefixCache())
 
     @property
     def num_requests(self) -> int:

@@ -60,8 +60,6 @@ class Tokenizer:
         if self._fast is not None:  # lengths are checked elsewhere
             self._fast.no_truncation()
             self._fast.no_padding()
-        self.max_token_id = max(backend.get_vocab().values())
-        self.bos_token_id: int | None = backend.bos_token_id
         configured = read_generation_config(folder).get("eos_token_id")
         ids = configured if isinstance(configured, list) else [configured]
         self.eos_token_ids: list[int] = sorted(
@@ -87,7 +85,9 @@ class Tokenizer:
 
         transformers.logging.set_verbosity_error()
         try:
-            backend = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            backend = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
             return cls(backend, model_folder or folder)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

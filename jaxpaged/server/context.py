@@ -20,13 +20,15 @@ class ServerContext:
 
     Args:
         names: what requests may call the model; the first is echoed.
+        root: what the model was named at start.
         chat_template: instead of the model's.
     """
 
     engine: AsyncLLM
     config: ServerConfig
     names: tuple[str, ...]
-    chat_template: str | None = None
+    root: str
+    chat_template: str | None
 
     @property
     def model_name(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import uuid
@@ -92,18 +93,20 @@ async def prepare(
     """
     own_id = body.request_id or request.headers.get("x-request-id") or uuid.uuid4().hex
     request_id = f"{kind}-{own_id}"
-    requests = [
-        await context.engine.prepare(
-            prompt,
-            params,
-            request_id if len(prompts) == 1 else f"{request_id}-{place}",
-            add_special_tokens=add_special_tokens,
-            truncate_prompt_tokens=body.truncate_prompt_tokens,
-            default_max_tokens=default_max_tokens,
-            cache_salt=body.cache_salt,
+    requests = []
+    for place, prompt in enumerate(prompts):
+        requests.append(
+            await context.engine.prepare(
+                prompt,
+                params,
+                request_id if len(prompts) == 1 else f"{request_id}-{place}",
+                add_special_tokens=add_special_tokens,
+                truncate_prompt_tokens=body.truncate_prompt_tokens,
+                default_max_tokens=default_max_tokens,
+                cache_salt=body.cache_salt,
+            )
         )
-        for place, prompt in enumerate(prompts)
-    ]
+        await asyncio.sleep(0)  # the others' tokens don't wait for a large batch
     config = context.config
     if config.enable_log_requests:
         tokens = [len(item.prompt_token_ids) for item in requests]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import signal
 import ssl
@@ -18,6 +19,7 @@ import jaxpaged
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.async_llm import AsyncLLM
 from jaxpaged.engine.core_client import CORE_COMMAND
+from jaxpaged.model_files import resolve_model
 from jaxpaged.server.address import bind, url
 from jaxpaged.server.app import create_app
 from jaxpaged.server.context import ServerContext
@@ -49,7 +51,9 @@ def serve(
     template = _read_template(config.chat_template)
     if config.ssl_certfile is not None:  # tells now, not once the model is loaded
         ssl.create_default_context().load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
-    names = config.served_model_name or (engine_config.model or DEMO_NAME,)
+    root = engine_config.model or DEMO_NAME
+    names = config.served_model_name or (root,)
+    engine_config = _with_files(engine_config)
     with bind(config) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         engine = AsyncLLM(
             engine_config,
@@ -58,7 +62,7 @@ def serve(
             metrics_prefix=config.metrics_prefix,
             log_stats=not config.disable_log_stats,
         )
-        return runner.run(_serve(ServerContext(engine, config, names, template), listener))
+        return runner.run(_serve(ServerContext(engine, config, names, root, template), listener))
 
 
 async def _serve(context: ServerContext, listener: socket) -> int:
@@ -152,6 +156,14 @@ def _greet(context: ServerContext, listener: socket) -> None:
         f"{info.dtype} on {info.platform}",
         flush=True,
     )
+
+
+def _with_files(config: EngineConfig) -> EngineConfig:
+    """The settings with folders for names. Here, where Ctrl-C still ends a download at once."""
+    found = {"revision": config.revision, "download_dir": config.download_dir}
+    model = str(resolve_model(config.model, **found))
+    tokenizer = config.tokenizer and str(resolve_model(config.tokenizer))
+    return dataclasses.replace(config, model=model, tokenizer=tokenizer)
 
 
 def _read_template(given: str | None) -> str | None:

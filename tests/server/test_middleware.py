@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from fake_server import Server, running
+from fake_server import Server, eventually, running
 from http_checks import check_error
 
 ORIGIN = "https://page.example"
@@ -16,7 +16,7 @@ KEY = {"Authorization": "Bearer second"}
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[Server]:
     flags = ["--skip-tokenizer-init", "--api-key", "first", "second"]
-    flags += ["--max-request-bytes", "1000", "--enable-request-id-headers"]
+    flags += ["--max-request-bytes", "1000", "--enable-request-id-headers", "--enable-log-requests"]
     flags += ["--allowed-origins", ORIGIN, "--metrics-prefix", "vllm", "--root-path", "/llm"]
     with running(*flags) as server:
         server.url = server.url.removesuffix("/llm")
@@ -73,6 +73,7 @@ def test_request_ids_come_back(guarded: Server):
     headers = {**KEY, "X-Request-Id": "mine"}
     answer = httpx.post(guarded.url + "/v1/completions", json=body, headers=headers)
     assert answer.json()["id"] == "cmpl-mine"
+    eventually(lambda: any("cmpl-mine: prompt tokens [1]" in line for line in guarded.lines))
 
 
 def test_origins(guarded: Server):

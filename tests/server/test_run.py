@@ -76,6 +76,11 @@ def test_an_engine_that_cannot_start():
     assert (code, message) == (1, "jaxpaged: no-room-for-pages")
 
 
+def test_a_missing_model_is_told():
+    code, message = refused("/no/such/model")
+    assert (code, "/no/such/model" in message) == (2, True)
+
+
 def test_a_missing_certificate_and_template_are_told():
     code, message = refused("--ssl-keyfile", "/no/key", "--ssl-certfile", "/no/cert")
     assert code == 2

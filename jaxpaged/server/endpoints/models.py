@@ -11,9 +11,8 @@ router = APIRouter(tags=["OpenAI"])
 
 
 def _card(name: str, context: ServerContext) -> ModelCard:
-    engine = context.engine
-    root = engine.config.model or context.model_name
-    return ModelCard(id=name, root=root, max_model_len=engine.info.max_model_len)
+    length = context.engine.info.max_model_len
+    return ModelCard(id=name, root=context.root, max_model_len=length)
 
 
 @router.get("/v1/models")

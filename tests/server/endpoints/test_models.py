@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import openai
 from fake_core import MAX_MODEL_LEN
 from fake_server import Server
@@ -11,9 +13,10 @@ def test_every_name_is_listed(client: openai.OpenAI):
     assert client.models.retrieve("also").id == "also"
 
 
-def test_a_card(server: Server):
+def test_a_card(server: Server, model_folder: Path):
     card = server.get("/v1/models/M").json()
     assert (card["object"], card["owned_by"]) == ("model", "jaxpaged")
+    assert card["root"] == str(model_folder)
     assert card["max_model_len"] == MAX_MODEL_LEN
 
 
