@@ -114,7 +114,7 @@ class EngineConfig:
     attention_backend: str = setting(
         "auto",
         "paged attention implementation; auto: the best for the platform",
-        choices=("auto", "xla"),
+        choices=("auto", "xla", "triton"),
     )
     enforce_eager: bool = setting(
         False, "compile buckets on first use: fast start, slow first requests"

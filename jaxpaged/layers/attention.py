@@ -15,6 +15,7 @@ from flax import struct
 
 from jaxpaged.arrays.step_batch import StepBatch
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention_triton import paged_attention_triton
 from pallas_kernels.write_kv_pages import write_kv_pages
 
 
@@ -29,6 +30,7 @@ class AttentionBackend:
 
 # The first that serves a platform is what "auto" picks there.
 BACKENDS: dict[str, AttentionBackend] = {
+    "triton": AttentionBackend(frozenset({"gpu"}), write_kv_pages, paged_attention_triton),
     "xla": AttentionBackend(frozenset({"cpu", "gpu", "tpu"}), write_kv_pages, paged_attention),
 }
 

@@ -1,0 +1,274 @@
+"""Attention kernels on a GPU against the time their bytes or operations take.
+
+Pages lie shuffled in a pool many times the size of the card's cache; a chain of calls, each with
+its own pages, runs as one executable, as a model's layers do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.common import write_results
+from pallas_kernels import paged_attention_decode as decode
+from pallas_kernels import paged_attention_prefill as prefill
+
+COPY_RATE = 4.3e12  # bytes a second of a plain device copy on an H200
+S = 16
+POOL_BYTES = 1 << 31
+MAX_CONTEXT = 32768  # width of the page tables, in tokens
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Head counts of a model."""
+
+    N: int
+    K: int
+    H: int
+
+    def __str__(self) -> str:
+        return f"{self.N}/{self.K}/{self.H}"
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.K * self.H * 2
+
+    @property
+    def pages(self) -> int:
+        return POOL_BYTES // (S * self.bytes_per_token)
+
+
+MODELS = (Heads(28, 4, 128), Heads(32, 8, 128), Heads(16, 8, 128), Heads(4, 1, 256))
+WORK = (  # batch, mean context, ragged
+    (256, 1024, False),
+    (64, 4096, False),
+    (64, 1024, False),
+    (256, 1024, True),
+    (64, 4096, True),
+    (64, 1024, True),
+    (1, 32768, False),
+    (1, 8192, False),
+)
+
+
+def lengths(B: int, mean: int, ragged: bool) -> np.ndarray:
+    """Contexts of a batch; ragged ones are log-normal, at most eight times the mean."""
+    if not ragged:
+        return np.full(B, mean, np.int32)
+    drawn = np.random.default_rng(0).lognormal(0, 0.8, B)
+    return np.clip(drawn * mean / drawn.mean(), 1, 8 * mean).astype(np.int32)
+
+
+def make_pool(heads: Heads) -> jax.Array:
+    """A pool of 2 GiB of random keys and values in bfloat16."""
+    shape = (heads.pages, 2, heads.K, S, heads.H)
+    return jax.jit(partial(jax.random.normal, shape=shape, dtype=jnp.bfloat16))(jax.random.key(0))
+
+
+@cache
+def page_tables(heads: Heads, kv_len_B: tuple[int, ...], count: int) -> list[jax.Array]:
+    """`count` tables of shuffled pages, disjoint as far as the pool reaches."""
+    rng = np.random.default_rng(1)
+    pages = rng.permutation(np.arange(1, heads.pages, dtype=np.int32))
+    tables, at = [], 0
+    for _ in range(count):
+        table_BM = np.zeros((len(kv_len_B), MAX_CONTEXT // S), np.int32)
+        for b, length in enumerate(kv_len_B):
+            used = -(-length // S)
+            if at + used > len(pages):
+                at = 0
+            table_BM[b, :used] = pages[at : at + used]
+            at += used
+        tables.append(jnp.asarray(table_BM))
+    return tables
+
+
+def seconds(run: Callable[[jax.Array], jax.Array], x: jax.Array, calls: int) -> float:
+    """Median time of one of the `calls` in a chain; chains are queued back to back."""
+    repeats, times = 6, []
+    run(run(x)).block_until_ready()
+    for _ in range(5):
+        start = time.perf_counter()
+        out = x
+        for _ in range(repeats):
+            out = run(out)
+        out.block_until_ready()
+        times.append((time.perf_counter() - start) / (repeats * calls))
+    return statistics.median(times)
+
+
+def calls_of(B: int) -> int:
+    """Length of the chain: long where one call is shorter than its dispatch."""
+    return 16 if B > 8 else 48
+
+
+def compile_decode(heads: Heads, B: int, config: decode.TuningConfig | None) -> Any:
+    """An executable (q, pool, tables, lengths) -> q for a chain of decode attentions."""
+
+    @jax.jit
+    def one(q: jax.Array, pool: jax.Array, table: jax.Array, kv_len: jax.Array) -> jax.Array:
+        return decode.paged_attention_decode(
+            q, pool, table, kv_len_B=kv_len, num_decodes=jnp.int32(B), scale=heads.H**-0.5,
+            config=config,
+        )
+
+    @jax.jit
+    def chain(
+        q: jax.Array, pool: jax.Array, tables: Sequence[jax.Array], kv_len: jax.Array
+    ) -> jax.Array:
+        for table in tables:
+            q = one(q, pool, table, kv_len)
+        return q
+
+    like = jax.ShapeDtypeStruct
+    table = like((B, MAX_CONTEXT // S), jnp.int32)
+    return chain.lower(
+        like((B, heads.N, heads.H), jnp.bfloat16),
+        like((heads.pages, 2, heads.K, S, heads.H), jnp.bfloat16),
+        [table] * calls_of(B),
+        like((B,), jnp.int32),
+    ).compile()
+
+
+def time_decode(
+    heads: Heads, pool: jax.Array, work: tuple[int, int, bool], compiled: Any
+) -> dict[str, Any]:
+    """Time and share of the floor of one kind of work."""
+    B, mean, ragged = work
+    kv_len_B = lengths(B, mean, ragged)
+    tables = page_tables(heads, tuple(kv_len_B.tolist()), calls_of(B))
+    on_device = jnp.asarray(kv_len_B)
+    q = jax.random.normal(jax.random.key(2), (B, heads.N, heads.H), jnp.bfloat16)
+    taken = seconds(lambda q: compiled(q, pool, tables, on_device), q, calls_of(B))
+    floor = int(kv_len_B.sum()) * heads.bytes_per_token / COPY_RATE
+    return {
+        "heads": str(heads),
+        "work": f"{'ragged, ' if ragged else ''}B {B}, context {mean}",
+        "floor_us": round(floor * 1e6, 1),
+        "us": round(taken * 1e6, 1),
+        "share_of_floor": round(floor / taken, 3),
+    }
+
+
+def compile_prefill(heads: Heads, T: int, config: prefill.TuningConfig | None) -> Any:
+    """An executable (q, pool, table) -> q for four causal attentions of one prompt of T."""
+
+    @jax.jit
+    def chain(q: jax.Array, pool: jax.Array, table: jax.Array) -> jax.Array:
+        for _ in range(4):
+            q = prefill.paged_attention_prefill(
+                q, pool, table, query_start_B1=jnp.array([0, T]), kv_len_B=jnp.array([T]),
+                num_decodes=jnp.int32(0), num_seqs=jnp.int32(1), scale=heads.H**-0.5,
+                config=config,
+            )
+        return q
+
+    like = jax.ShapeDtypeStruct
+    return chain.lower(
+        like((T, heads.N, heads.H), jnp.bfloat16),
+        like((heads.pages, 2, heads.K, S, heads.H), jnp.bfloat16),
+        like((1, MAX_CONTEXT // S), jnp.int32),
+    ).compile()
+
+
+def operations(heads: Heads, T: int) -> float:
+    """Floating-point operations of causal attention over T tokens."""
+    return 4 * heads.N * heads.H * T * (T + 1) / 2
+
+
+def time_prefill(heads: Heads, pool: jax.Array, T: int, compiled: Any) -> dict[str, Any]:
+    """Time and rate of one prompt's causal attention."""
+    table = page_tables(heads, (T,), 1)[0]
+    q = jax.random.normal(jax.random.key(2), (T, heads.N, heads.H), jnp.bfloat16)
+    taken = seconds(lambda q: compiled(q, pool, table), q, 4)
+    return {
+        "heads": str(heads),
+        "work": f"prompt of {T}",
+        "us": round(taken * 1e6, 1),
+        "tflops": round(operations(heads, T) / taken / 1e12, 1),
+    }
+
+
+def time_cudnn(heads: Heads, T: int) -> dict[str, Any]:
+    """cuDNN's attention over dense keys and values of the same prompt."""
+    rng = jax.random.split(jax.random.key(3), 3)
+    q, k, v = (
+        jax.random.normal(key, (1, T, n, heads.H), jnp.bfloat16)
+        for key, n in zip(rng, (heads.N, heads.K, heads.K), strict=True)
+    )
+
+    @jax.jit
+    def chain(q: jax.Array) -> jax.Array:
+        for _ in range(4):
+            q = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+        return q
+
+    taken = seconds(chain, q, 4)
+    return {
+        "heads": str(heads),
+        "work": f"prompt of {T}, dense, cuDNN",
+        "us": round(taken * 1e6, 1),
+        "tflops": round(operations(heads, T) / taken / 1e12, 1),
+    }
+
+
+def in_parallel(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Results of all jobs, compiled on all cores."""
+    with ThreadPoolExecutor(16) as pool:
+        return [future.result() for future in [pool.submit(job) for job in jobs]]
+
+
+def main() -> None:
+    """Time all kernels and write results/kernels.json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompt", type=int, default=8192, help="tokens of the prefill")
+    prompt = parser.parse_args().prompt
+    pairs = [(heads, B) for heads in MODELS for B in (256, 64, 1)]
+    decoders = dict(
+        zip(pairs, in_parallel([partial(compile_decode, *p, None) for p in pairs]), strict=True)
+    )
+    prefills = in_parallel([partial(compile_prefill, heads, prompt, None) for heads in MODELS])
+    decoded, prefilled = [], []
+    for heads, prompt_attention in zip(MODELS, prefills, strict=True):
+        pool = make_pool(heads)
+        for work in WORK:
+            decoded.append(time_decode(heads, pool, work, decoders[heads, work[0]]))
+            print(decoded[-1], flush=True)
+        prefilled.append(time_prefill(heads, pool, prompt, prompt_attention))
+        print(prefilled[-1], flush=True)
+        del pool
+        if heads.H <= 128:
+            prefilled.append(time_cudnn(heads, prompt))
+            print(prefilled[-1], flush=True)
+    settings = {
+        f"{heads} B {B}": asdict(
+            decode.tuning_config(B=B, K=heads.K, H=heads.H, bytes_per_element=2)
+        )
+        for heads, B in pairs
+    }
+    path = write_results(
+        "kernels",
+        {
+            "card": jax.devices()[0].device_kind,
+            "copy_rate": COPY_RATE,
+            "decode": decoded,
+            "prefill": prefilled,
+            "decode_settings": settings,
+        },
+    )
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

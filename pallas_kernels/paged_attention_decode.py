@@ -1,0 +1,304 @@
+"""Split-KV flash decoding over pages, in Pallas' Triton dialect.
+
+One program serves all query heads of one KV head of one sequence over one stretch of its keys
+(an item). How many items a sequence is cut into follows from the lengths, on the device: the
+batch's keys are shared out evenly over as many programs as the card keeps busy, and nothing is
+cut where one item a sequence already does that. Items of longer sequences come first. A second,
+tiny kernel merges what was cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels.flash import (
+    MASKED,
+    Scoring,
+    Softmax,
+    check_operands,
+    load_keys,
+    load_rows,
+    padded,
+    store_rows,
+)
+
+
+@dataclass(frozen=True)
+class TuningConfig:
+    """How decode attention is laid out on the card; never changes what it computes.
+
+    Attributes:
+        block_keys: keys folded at once, a power of two from 16 to 256.
+        num_warps: warps of a program, a power of two up to 8.
+        num_stages: depth of the load pipeline.
+        programs: programs that the batch's keys are shared out to, over all KV heads; 0: no
+            sequence is cut.
+    """
+
+    block_keys: int
+    num_warps: int
+    num_stages: int
+    programs: int
+
+    def __post_init__(self) -> None:
+        if self.block_keys not in (16, 32, 64, 128, 256):
+            raise ValueError(f"block_keys must be 16, 32, 64, 128 or 256, got {self.block_keys}")
+        if self.num_warps not in (1, 2, 4, 8):
+            raise ValueError(f"num_warps must be 1, 2, 4 or 8, got {self.num_warps}")
+        if not 1 <= self.num_stages <= 8:
+            raise ValueError(f"num_stages must be from 1 to 8, got {self.num_stages}")
+        if self.programs < 0:
+            raise ValueError(f"programs must not be negative, got {self.programs}")
+
+
+def tuning_config(*, B: int, K: int, H: int, bytes_per_element: int) -> TuningConfig:
+    """The setting for a batch of B sequences, chosen by what static shapes tell (H200)."""
+    row_bytes = padded(H) * bytes_per_element
+    widest = max(16, (1 << 15) // row_bytes)  # keys of a block within 32 KiB
+    if B * K >= 512:
+        return TuningConfig(min(64, widest), 4, 2, 0)
+    return TuningConfig(min(64, widest), 4, 2, 528)
+
+
+def paged_attention_decode(
+    q_TNH: jax.Array,
+    pages_P2KSH: jax.Array,
+    page_table_BM: jax.Array,
+    *,
+    kv_len_B: jax.Array,
+    num_decodes: jax.Array,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    into_TNH: jax.Array | None = None,
+    config: TuningConfig | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention of one query a sequence to that sequence's pages.
+
+    Args:
+        q_TNH: queries; sequence b's is row b. T == B, or T >= B with `into_TNH`. Head n belongs
+            to KV head n // (N / K), N / K <= 16, H <= 256.
+        pages_P2KSH: the pool, keys at 0 and values at 1; float32, bfloat16 or float16, S a power
+            of two. Where it differs from the queries' dtype, the wider one is computed with.
+        page_table_BM: int32 pages of each sequence in order of position. Entries that the query
+            cannot see (beyond the length, before the window) may be anything.
+        kv_len_B: int32 keys of each sequence, the query's own included; 0 gives a row of 0.
+        num_decodes: int32 scalar, sequences in use; they come first.
+        scale, window, softcap: see `flash.Scoring`.
+        into_TNH: where the rows go; its other rows stay, in place if it is no longer needed.
+        config: layout on the card; None: `tuning_config`.
+        interpret: run on any platform, slowly.
+
+    Returns:
+        [T, N, H] in the queries' dtype. Without `into_TNH` rows from num_decodes on are 0.
+
+    Raises:
+        ValueError: shapes, dtypes or options outside these bounds.
+    """
+    check_operands(q_TNH, pages_P2KSH, page_table_BM, kv_len_B)
+    T, N, H = q_TNH.shape
+    B, K = kv_len_B.shape[0], pages_P2KSH.shape[2]
+    if T != B and (into_TNH is None or T < B):
+        raise ValueError(f"{T} queries for {B} sequences")
+    dtype = jnp.promote_types(q_TNH.dtype, pages_P2KSH.dtype)
+    config = config or tuning_config(B=B, K=K, H=H, bytes_per_element=dtype.itemsize)
+    per_head = -(-config.programs // K)
+    work = _share_out(kv_len_B, num_decodes, window, per_head, config, into_TNH is None)
+    scoring = Scoring(scale, window, softcap)
+    W = work.item_W4.shape[0]
+    ins = [work.item_W4, q_TNH, pages_P2KSH, page_table_BM]
+    outs = [jax.ShapeDtypeStruct(q_TNH.shape, q_TNH.dtype)]
+    if per_head:
+        outs += [
+            jax.ShapeDtypeStruct((W, N, H), jnp.float32),
+            jax.ShapeDtypeStruct((W, N), jnp.float32),
+        ]
+    out_TNH, *parts = pl.pallas_call(
+        partial(_decode_kernel, K=K, scoring=scoring, block=config.block_keys, dtype=dtype,
+                has_input=into_TNH is not None),
+        grid=(W * K,),
+        out_shape=outs,
+        input_output_aliases={} if into_TNH is None else {len(ins): 0},
+        compiler_params=pltriton.CompilerParams(
+            num_warps=config.num_warps, num_stages=config.num_stages
+        ),
+        interpret=interpret,
+        name="paged_attention_decode",
+    )(*ins, *([] if into_TNH is None else [into_TNH]))
+    if not parts:
+        return out_TNH
+    few = B <= 8
+    lanes = min(32, padded(H)) if few else padded(H)
+    return pl.pallas_call(
+        partial(_merge_kernel, N=N, lanes=lanes, block=128 if few else 16),
+        grid=(work.cut_C3.shape[0] * N * (padded(H) // lanes),),
+        out_shape=outs[0],
+        input_output_aliases={3: 0},
+        compiler_params=pltriton.CompilerParams(num_warps=4 if few else 2, num_stages=1),
+        interpret=interpret,
+        name="paged_attention_merge",
+    )(work.cut_C3, *parts, out_TNH)
+
+
+class _Work(NamedTuple):
+    """Items in the order in which they start, longest sequences first.
+
+    At most one item a sequence and `per_head` more, so the grid's size is static.
+    """
+
+    item_W4: jax.Array  # int32: sequence (-1: no item), first key, end of keys, is it cut
+    cut_C3: jax.Array  # int32, sequences that may be cut: sequence, first item, items
+
+
+def _share_out(
+    kv_len_B: jax.Array,
+    num_decodes: jax.Array,
+    window: int | None,
+    per_head: int,
+    config: TuningConfig,
+    fill: bool,
+) -> _Work:
+    """Cut the sequences into items. Layers of a step share this: XLA computes it once."""
+    B, block = kv_len_B.shape[0], config.block_keys
+    live_B = jnp.arange(B) < num_decodes
+    len_B = jnp.where(live_B, kv_len_B, 0)
+    first_B = jnp.zeros_like(len_B) if window is None else jnp.maximum(len_B - window, 0)
+    keys_B = len_B - first_B
+    items_B = jnp.where(live_B | fill, 1, 0)
+    if per_head:
+        share = _round_up(_ceil_div(keys_B.sum(), per_head), block)
+        share = jnp.maximum(share, block)
+        items_B = jnp.maximum(items_B, lax.div(keys_B + lax.div(share, 2), share))
+    order_B = jnp.argsort(-keys_B)
+    order_B = order_B.astype(jnp.int32)
+    end_B = jnp.cumsum(items_B[order_B])
+    w_W = jnp.arange(B + per_head)
+    rank_W = (end_B[None, :] <= w_W[:, None]).sum(axis=1)
+    b_W = order_B[jnp.minimum(rank_W, B - 1)]
+    items_W = jnp.maximum(items_B[b_W], 1)
+    nth_W = w_W - (end_B[jnp.minimum(rank_W, B - 1)] - items_B[b_W])
+    step_W = _round_up(_ceil_div(keys_B[b_W], items_W), block)
+    begin_W = jnp.minimum(nth_W * step_W, keys_B[b_W]) + first_B[b_W]
+    stop_W = jnp.minimum(begin_W + step_W, len_B[b_W])
+    b_W = jnp.where(rank_W < B, b_W, -1)
+    item_W4 = jnp.stack([b_W, begin_W, stop_W, (items_W > 1).astype(jnp.int32)], axis=1)
+    # A sequence is cut from 1.5 shares on: so many can be.
+    C = min(B, _ceil_div(2 * per_head, 3))
+    cut_B = order_B[:C]
+    cut_C3 = jnp.stack([cut_B, end_B[:C] - items_B[cut_B], items_B[cut_B]], axis=1)
+    return _Work(item_W4, cut_C3)
+
+
+def _ceil_div(a: Any, b: Any) -> Any:
+    return (a + (b - 1)) // b
+
+
+def _round_up(a: Any, b: Any) -> Any:
+    return _ceil_div(a, b) * b
+
+
+def _decode_kernel(
+    item_ref: Any,
+    q_ref: Any,
+    pages_ref: Any,
+    page_table_ref: Any,
+    *outs: Any,
+    K: int,
+    scoring: Scoring,
+    block: int,
+    dtype: Any,
+    has_input: bool,
+) -> None:
+    out_ref, *parts = outs[has_input:]
+    pid = pl.program_id(0)
+    w, k = lax.div(pid, K), lax.rem(pid, K)
+    b, begin, end, cut = (item_ref[w, i] for i in range(4))
+    G = q_ref.shape[1] // K
+    R = padded(G)
+    g_R = jnp.arange(R)
+    live_R, n_R = g_R < G, k * G + g_R
+
+    @pl.when(b >= 0)
+    def _() -> None:
+        b_R = jnp.full_like(n_R, b)
+        q_RH = load_rows(q_ref, b_R, jnp.where(live_R, n_R, 0)).astype(dtype)
+
+        def fold(i: jax.Array, softmax: Softmax) -> Softmax:
+            key_C = begin + i * block + jnp.arange(block)
+            # Only keys that are seen are read: what lies beyond may be anything, NaN included.
+            k_CH, v_CH = load_keys(
+                pages_ref, page_table_ref, b, k, jnp.minimum(key_C, end - 1), dtype
+            )
+            return softmax.fold(q_RH, k_CH, v_CH, (key_C < end)[None, :], scoring)
+
+        blocks = lax.div(end - begin + (block - 1), block)
+        softmax = lax.fori_loop(0, blocks, fold, Softmax.start(R, q_RH.shape[1]))
+        out_RH = softmax.normalised()
+
+        @pl.when(cut == 0)
+        def _() -> None:
+            store_rows(out_ref, b_R, n_R, value=out_RH, live_R=live_R)
+
+        if parts:
+            part_ref, weight_ref = parts
+
+            @pl.when(cut != 0)
+            def _() -> None:
+                w_R = jnp.full_like(n_R, w)
+                store_rows(part_ref, w_R, n_R, value=out_RH, live_R=live_R)
+                pltriton.store(weight_ref.at[w_R, n_R], softmax.log2_sum(), mask=live_R)
+
+
+def _merge_kernel(
+    cut_ref: Any,
+    part_ref: Any,
+    weight_ref: Any,
+    _: Any,
+    out_ref: Any,
+    *,
+    N: int,
+    lanes: int,
+    block: int,
+) -> None:
+    """One program for `lanes` of the head dim of one query head of a sequence that was cut."""
+    H = out_ref.shape[-1]
+    pid = pl.program_id(0)
+    slices = padded(H) // lanes
+    h_L = lax.rem(pid, slices) * lanes + jnp.arange(lanes)
+    n = lax.rem(lax.div(pid, slices), N)
+    c = lax.div(pid, slices * N)
+    b, first, items = (cut_ref[c, i] for i in range(3))
+
+    def fold(i: jax.Array, state: Softmax) -> Softmax:
+        nth_I = i * block + jnp.arange(block)
+        w_I, n_I, live_I = first + nth_I, jnp.full_like(nth_I, n), nth_I < items
+        weight_I = pltriton.load(weight_ref.at[w_I, n_I], mask=live_I, other=MASKED)
+        part_IL = pltriton.load(
+            part_ref.at[w_I[:, None], n_I[:, None], h_L[None, :]],
+            mask=live_I[:, None] & (h_L < H)[None, :],
+            other=0,
+        )
+        highest_1 = jnp.maximum(state.max_R, weight_I.max(axis=0))
+        decay_1 = jnp.exp2(state.max_R - highest_1)
+        share_I = jnp.exp2(weight_I - highest_1)
+        return Softmax(
+            state.out_RH * decay_1 + (part_IL * share_I[:, None]).sum(axis=0),
+            highest_1,
+            state.sum_R * decay_1 + share_I.sum(axis=0),
+        )
+
+    @pl.when(items > 1)
+    def _() -> None:
+        start = Softmax(jnp.zeros((lanes,), jnp.float32), jnp.float32(MASKED), jnp.float32(0))
+        total = lax.fori_loop(0, lax.div(items + (block - 1), block), fold, start)
+        place = out_ref.at[jnp.full_like(h_L, b), jnp.full_like(h_L, n), h_L]
+        pltriton.store(place, (total.out_RH / total.sum_R).astype(out_ref.dtype), mask=h_L < H)

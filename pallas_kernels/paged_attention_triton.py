@@ -1,0 +1,51 @@
+"""Paged attention of a mixed step in Pallas' Triton dialect: prefill tiles, then decode rows."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.paged_attention_decode import paged_attention_decode
+from pallas_kernels.paged_attention_prefill import paged_attention_prefill
+
+
+def paged_attention_triton(
+    q_TNH: jax.Array,
+    pages_P2KSH: jax.Array,
+    page_table_BM: jax.Array,
+    *,
+    query_start_B1: jax.Array,
+    kv_len_B: jax.Array,
+    num_decodes: jax.Array,
+    num_seqs: jax.Array,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    decode_only: bool = False,
+    interpret: bool = False,
+) -> jax.Array:
+    """`paged_attention.paged_attention` for NVIDIA GPUs of compute capability 8.0 and up.
+
+    The same arguments and results, with N / K <= 16, H <= 256 and S a power of two. The decode
+    kernel writes into the prefill kernel's output, so that nothing is copied or added up.
+    `interpret` runs the kernels on any platform, slowly.
+
+    Raises:
+        ValueError: shapes, dtypes or options outside these bounds.
+    """
+    T, B = q_TNH.shape[0], kv_len_B.shape[0]
+    options = {"scale": scale, "window": window, "softcap": softcap, "interpret": interpret}
+    if decode_only:
+        out_BNH = paged_attention_decode(
+            q_TNH[:B], pages_P2KSH, page_table_BM,
+            kv_len_B=kv_len_B, num_decodes=num_decodes, **options,
+        )
+        return out_BNH if T == B else jnp.pad(out_BNH, ((0, T - B), (0, 0), (0, 0)))
+    out_TNH = paged_attention_prefill(
+        q_TNH, pages_P2KSH, page_table_BM, query_start_B1=query_start_B1, kv_len_B=kv_len_B,
+        num_decodes=num_decodes, num_seqs=num_seqs, **options,
+    )
+    return paged_attention_decode(
+        q_TNH, pages_P2KSH, page_table_BM,
+        kv_len_B=kv_len_B, num_decodes=num_decodes, into_TNH=out_TNH, **options,
+    )

@@ -1,0 +1,76 @@
+"""Compile the attention kernels for an H200 on a machine that has none; prints a line a case.
+
+A program of its own: it needs the CUDA plugin's compiler, and a kernel that does not fit a
+target can take the process with it. Run by test_deviceless_compile.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels.paged_attention_triton import paged_attention_triton
+
+TARGET = Path(__file__).parent / "h200_target.textproto"
+SHAPES = {
+    "qwen2.5-7b": {"N": 28, "K": 4, "H": 128},
+    "llama-3.1-8b": {"N": 32, "K": 8, "H": 128},
+    "qwen3-0.6b": {"N": 16, "K": 8, "H": 128},
+    "gemma-3": {"N": 4, "K": 1, "H": 256, "window": 512},
+    "head-80": {"N": 8, "K": 8, "H": 80, "softcap": 30.0},
+    "head-96": {"N": 16, "K": 1, "H": 96},
+    "head-64": {"N": 14, "K": 2, "H": 64, "S": 64},
+}
+
+
+def h200_mesh() -> Mesh:
+    topology = topologies.get_topology_desc(
+        "h200", "cuda", target_config=TARGET.read_text(), topology="1x1x1"
+    )
+    return Mesh(np.array(topology.devices), ("x",), axis_types=(AxisType.Auto,))
+
+
+def compile_step(
+    mesh: Mesh, dtype: str, T: int, B: int, decode_only: bool, *, N: int, K: int, H: int,
+    S: int = 16, M: int = 512, **options: float,
+) -> jax.stages.Compiled:
+    sharding = NamedSharding(mesh, PartitionSpec())
+
+    def like(shape: tuple[int, ...], dtype: str = "int32") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+
+    step = jax.jit(
+        partial(paged_attention_triton, scale=H**-0.5, decode_only=decode_only, **options)
+    )
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return step.lower(
+            like((T, N, H), dtype), like((4096, 2, K, S, H), dtype), like((B, M)),
+            query_start_B1=like((B + 1,)), kv_len_B=like((B,)),
+            num_decodes=like(()), num_seqs=like(()),
+        ).compile()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--names", nargs="*", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--dtypes", nargs="*", default=["bfloat16"])
+    parser.add_argument("--steps", nargs="*", default=["8x8", "256x256", "2048x256"])
+    args = parser.parse_args()
+    mesh = h200_mesh()
+    for name, dtype, size in product(args.names, args.dtypes, args.steps):
+        T, B = map(int, size.split("x"))
+        compiled = compile_step(mesh, dtype, T, B, T == B, **SHAPES[name])
+        temporary = compiled.memory_analysis().temp_size_in_bytes
+        print(f"compiled {name} {dtype} {size}: {temporary} bytes", flush=True)
+
+
+if __name__ == "__main__":
+    main()

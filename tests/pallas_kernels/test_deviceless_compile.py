@@ -1,0 +1,47 @@
+"""The attention kernels compile for an H200 where there is none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+pytestmark = pytest.mark.skipif(
+    find_spec("jax_cuda13_plugin") is None or jax.__version_info__ < (0, 11),
+    reason="needs jax >= 0.11 with its CUDA plugin (docs/kernels.md says how to install it)",
+)
+
+
+def compiled(*arguments: str) -> list[str]:
+    """Cases that the program says it compiled."""
+    run = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "compile_for_h200.py"), *arguments],
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cuda,cpu",
+            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+            "PYTHONPATH": str(ROOT),
+        },
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return [line for line in run.stdout.splitlines() if line.startswith("compiled")]
+
+
+def test_real_models_in_bfloat16() -> None:
+    names = ["qwen2.5-7b", "llama-3.1-8b", "qwen3-0.6b", "gemma-3"]
+    assert len(compiled("--names", *names)) == 3 * len(names)
+
+
+def test_other_head_dims_and_dtypes() -> None:
+    arguments = ("--names", "head-80", "head-64", "gemma-3", "--steps", "8x8", "64x8")
+    assert len(compiled(*arguments, "--dtypes", "float32", "float16")) == 12
