@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 from dataclasses import dataclass
 
 import jax
@@ -53,6 +54,24 @@ class PageNeeds:
             else:
                 high = middle - 1
         return low
+
+
+def report_outside_pool(device: jax.Device) -> None:
+    """Log what of the card is in use beside XLA's pool: CUDA context, graphs, other processes."""
+    stats = device.memory_stats() or {}
+    pool = stats.get("pool_bytes") or stats.get("bytes_limit")
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        used = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        used_bytes = int(used.stdout.splitlines()[device.local_hardware_id or 0]) << 20
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return  # no tool to measure with
+    if pool is not None:
+        log.info(
+            "memory: %.2f GiB of the card are in use outside XLA's pool of %.2f GiB",
+            (used_bytes - pool) / GIB,
+            pool / GIB,
+        )
 
 
 def page_budget(

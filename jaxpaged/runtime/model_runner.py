@@ -79,14 +79,19 @@ class ModelRunner:
         """Compile everything that a step may need; nothing is compiled afterwards."""
         self.executables.compile_all(all_keys(self.plan.buckets))
 
-    def warm_up(self, buckets: Sequence[Bucket]) -> None:
+    def warm_up(self, keys: Sequence[Key]) -> None:
         """Run executables once on padding, so that the first request finds them loaded."""
-        for bucket in buckets:
-            packing = self._shapes.forward_packing(bucket)
-            buffer, views = packing.host()
-            views["slot_B"][:] = self._shapes.null_slot
-            views["table_index_X"][:] = np.iinfo(np.int32).max
-            self._run_forward(bucket, buffer)
+        for key in keys:
+            match key:
+                case Forward(bucket):
+                    buffer, views = self._shapes.forward_packing(bucket).host()
+                    views["slot_B"][:] = self._shapes.null_slot
+                    views["table_index_X"][:] = np.iinfo(np.int32).max
+                    self._run_forward(bucket, buffer)
+                case Sample(num_rows, variant):
+                    buffer, views = self._shapes.sample_packing(num_rows, variant).host()
+                    views["slot_R"][:] = self._shapes.null_slot
+                    self._run_sample(key, buffer)
         jax.block_until_ready(self._state)
 
     # -- steps ---------------------------------------------------------------------------------
@@ -134,20 +139,24 @@ class ModelRunner:
         if built is None:
             return InFlight(scheduled, None, [], now)
         step, prompt_rows = built
-        full = step.variant == "full"
-        out, last_token, penalties = self.executables[Sample(step.num_rows, step.variant)](
+        out = self._run_sample(Sample(step.num_rows, step.variant), step.packed)
+        for array in jax.tree.leaves(out):
+            array.copy_to_host_async()
+        return InFlight(scheduled, out, prompt_rows, now)
+
+    def _run_sample(self, key: Sample, packed: np.ndarray) -> sampler.SampleOutput:
+        full = key.variant == "full"
+        out, last_token, penalties = self.executables[key](
             self._head_params,
             self._state.hidden_RD,
             self._state.last_token,
             self._penalties if full else None,
-            self._put(step.packed),
+            self._put(packed),
         )
         self._state = self._state.replace(last_token=last_token)
         if full:
             self._penalties = penalties
-        for array in jax.tree.leaves(out):
-            array.copy_to_host_async()
-        return InFlight(scheduled, out, prompt_rows, now)
+        return out
 
     def collect(self, step: InFlight) -> StepResult:
         """Wait for a step's results."""

@@ -59,6 +59,11 @@ def largest_keys(buckets: Buckets) -> list[Key]:
     return [Forward(buckets.forward[-1]), Sample(buckets.scoring_rows[-1], "full")]
 
 
+def smallest_keys(buckets: Buckets) -> list[Key]:
+    """One cheap step."""
+    return [Forward(buckets.forward[0]), Sample(buckets.rows[0], "greedy")]
+
+
 @dataclass(frozen=True)
 class Programs:
     """Knows the function and the argument shapes behind each key."""

@@ -16,10 +16,10 @@ from jaxpaged.models import load_spec
 from jaxpaged.models.decoder import Decoder, Params
 from jaxpaged.runtime import weights
 from jaxpaged.runtime.compilation import enable_compile_cache
-from jaxpaged.runtime.memory import page_budget
+from jaxpaged.runtime.memory import page_budget, report_outside_pool
 from jaxpaged.runtime.model_runner import ModelRunner
 from jaxpaged.runtime.plan import EnginePlan, make_plan, model_dtype
-from jaxpaged.runtime.programs import largest_keys
+from jaxpaged.runtime.programs import all_keys, largest_keys, smallest_keys
 
 log = logging.getLogger(__name__)
 
@@ -67,11 +67,12 @@ def start_runner(config: EngineConfig, *, serving: bool) -> Started:
 
     start = time.perf_counter()
     if not config.enforce_eager:
+        keys = all_keys(plan.buckets)
         # A CPU has nothing to load: one small step tells that everything runs.
-        runner.warm_up(
-            plan.buckets.forward[:1] if device.platform == "cpu" else plan.buckets.forward
-        )
+        runner.warm_up(smallest_keys(plan.buckets) if device.platform == "cpu" else keys)
     seconds["warmup"] = time.perf_counter() - start
+    if device.platform == "gpu":
+        report_outside_pool(device)
     return Started(runner, backend, device.platform, jnp.dtype(dtype).name, seconds)
 
 
