@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Share one cache folder, engines' default folder in it: later runs compile nothing."""
-    if config.cache is not None:
+    if hasattr(config, "cache"):  # not under `-p no:cacheprovider`
         cache = config.cache.mkdir("home")
         os.environ["XDG_CACHE_HOME"] = str(cache)
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache / "jaxpaged" / "executables")
