@@ -1,4 +1,4 @@
-"""The house's own rules, as far as no linter holds them: sizes, state, dependencies, README."""
+"""The house's own rules, as far as no linter holds them: sizes, state, dependencies, documents."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from jaxpaged.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("jaxpaged", "pallas_kernels")
@@ -256,6 +258,18 @@ def test_readme_flags_are_those_of_serve():
     assert offered - listed - hidden_by == set(), "in --help but not in the README"
 
 
+def test_readme_names_every_sampling_parameter():
+    named = set(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\| `.*", readme(), re.M))))
+    assert set(SamplingParams.__dataclass_fields__) - named == set()
+
+
+def test_readme_names_every_route():
+    endpoints = python_files("jaxpaged/server/endpoints")
+    routes = {r for p in endpoints for r in re.findall(r'@router\.\w+\("([^"{]+)', p.read_text())}
+    named = set(re.findall(r"(?:GET|POST) (/[\w/]+)", readme()))
+    assert {route.rstrip("/") for route in routes} == named - {"/docs"}
+
+
 def test_readme_tree_is_the_tree():
     """Every entry of the annotated tree exists, and no folder of the packages is missing."""
     block = re.search(r"```text\n(jaxpaged/\n.*?)```", readme(), re.S)
@@ -273,9 +287,17 @@ def test_readme_tree_is_the_tree():
     assert folders - listed == set()
 
 
-@pytest.mark.parametrize(
-    "path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=place
-)
+DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), ROOT / "benchmarks/README.md"]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=place)
+def test_files_that_documents_name_exist(path: Path):
+    known = ["/" + place(p) for p in python_files(*FOLDERS)] + ["/x.py"]  # x: a file to be
+    named = set(re.findall(r"`(?:[\w./]*/)?(\w+\.py)`", path.read_text()))
+    assert [n for n in sorted(named) if not any(k.endswith("/" + n) for k in known)] == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=place)
 def test_links_lead_somewhere(path: Path):
     targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text())
     assert [t for t in targets if not (path.parent / t).exists()] == []
