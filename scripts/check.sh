@@ -14,7 +14,7 @@ step() {
 
 step "format" ruff format --check --quiet
 step "lint" ruff check --quiet
-step "imports" lint-imports --no-cache
+step "imports" lint-imports --no-cache --no-logo
 step "types" mypy
 step "tests" python -m pytest "$@"
 
