@@ -1,0 +1,84 @@
+"""Decode step time by batch size, of a whole engine call, on random weights.
+
+    python -m benchmarks.decode_latency --model benchmarks/models/qwen3-0.6b.json
+
+A step is (T(1 + K) - T(1)) / K, where T(n) is the time of an `LLM.generate` call that makes n
+tokens for each of B prompts: scheduler, batch building and sampling are in it. Prompts are cached,
+so that T(1) is short. The median of several such differences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import jax
+import numpy as np
+
+from benchmarks.common import write_results
+from jaxpaged import LLM, SamplingParams
+
+
+def seconds(llm: LLM, prompts: list[list[int]], count: int) -> float:
+    """Wall time of one call that makes `count` tokens a prompt."""
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    start = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True, help="a config.json")
+    parser.add_argument("--context", type=int, default=1024, help="tokens of each prompt")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--steps", type=int, default=32, help="K")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--name", help="of the file in benchmarks/results")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(args.model, Path(folder) / "config.json")
+        llm = LLM(
+            folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype=args.dtype,
+            max_model_len=args.context + 2 * args.steps,
+            max_num_seqs=max(args.batch),
+            max_num_batched_tokens=max(2048, max(args.batch)),
+            enforce_eager=True,  # compiles what the runs below need, in the warm-up
+        )
+        draw = np.random.default_rng(0)
+        rows = []
+        for size in args.batch:
+            prompts = draw.integers(0, llm.info.vocab_size, (size, args.context)).tolist()
+            for count in (1, 1 + args.steps):
+                seconds(llm, prompts, count)  # compiles, fills the prefix cache
+            steps = [
+                (seconds(llm, prompts, 1 + args.steps) - seconds(llm, prompts, 1)) / args.steps
+                for _ in range(args.repeats)
+            ]
+            step_ms = [1e3 * step for step in steps]
+            rows.append({"batch": size, "step_ms": median(step_ms), "all_ms": step_ms})
+            print(f"batch {size:4d}, context {args.context}: {median(step_ms):7.3f} ms a step")
+        write_results(
+            args.name or f"decode_latency_{args.model.stem}",
+            {
+                "card": jax.devices()[0].device_kind,
+                "model": args.model.stem,
+                "dtype": llm.info.dtype,
+                "attention_backend": llm.info.attention_backend,
+                "context": args.context,
+                "steps": rows,
+            },
+        )
+
+
+if __name__ == "__main__":
+    main()
