@@ -96,7 +96,7 @@ def page_tables(heads: Heads, kv_len_B: tuple[int, ...], count: int) -> list[jax
 
 def seconds(run: Callable[[jax.Array], jax.Array], x: jax.Array, calls: int) -> float:
     """Median time of one of the `calls` in a chain; chains are queued back to back."""
-    repeats, times = 6, []
+    repeats, times = 4, []
     run(run(x)).block_until_ready()
     for _ in range(5):
         start = time.perf_counter()
@@ -109,8 +109,8 @@ def seconds(run: Callable[[jax.Array], jax.Array], x: jax.Array, calls: int) -> 
 
 
 def calls_of(B: int) -> int:
-    """Length of the chain: long where one call is shorter than its dispatch."""
-    return 16 if B > 8 else 48
+    """Length of the chain: a 7B model's layers; more where a call is shorter than its dispatch."""
+    return 28 if B > 8 else 56
 
 
 def compile_decode(heads: Heads, B: int, config: decode.TuningConfig | None) -> Any:
@@ -119,7 +119,12 @@ def compile_decode(heads: Heads, B: int, config: decode.TuningConfig | None) -> 
     @jax.jit
     def one(q: jax.Array, pool: jax.Array, table: jax.Array, kv_len: jax.Array) -> jax.Array:
         return decode.paged_attention_decode(
-            q, pool, table, kv_len_B=kv_len, num_decodes=jnp.int32(B), scale=heads.H**-0.5,
+            q,
+            pool,
+            table,
+            kv_len_B=kv_len,
+            num_decodes=jnp.int32(B),
+            scale=heads.H**-0.5,
             config=config,
         )
 
@@ -168,8 +173,14 @@ def compile_prefill(heads: Heads, T: int, config: prefill.TuningConfig | None) -
     def chain(q: jax.Array, pool: jax.Array, table: jax.Array) -> jax.Array:
         for _ in range(4):
             q = prefill.paged_attention_prefill(
-                q, pool, table, query_start_B1=jnp.array([0, T]), kv_len_B=jnp.array([T]),
-                num_decodes=jnp.int32(0), num_seqs=jnp.int32(1), scale=heads.H**-0.5,
+                q,
+                pool,
+                table,
+                query_start_B1=jnp.array([0, T]),
+                kv_len_B=jnp.array([T]),
+                num_decodes=jnp.int32(0),
+                num_seqs=jnp.int32(1),
+                scale=heads.H**-0.5,
                 config=config,
             )
         return q

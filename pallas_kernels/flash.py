@@ -163,9 +163,7 @@ def check_operands(
     if S & (S - 1):
         raise ValueError(f"the page size must be a power of two, got {S}")
     if page_table_BM.shape[0] != kv_len_B.shape[0]:
-        raise ValueError(
-            f"{page_table_BM.shape[0]} rows of pages for {kv_len_B.shape[0]} lengths"
-        )
+        raise ValueError(f"{page_table_BM.shape[0]} rows of pages for {kv_len_B.shape[0]} lengths")
     for name, dtype in (("queries", q_TNH.dtype), ("pages", pages_P2KSH.dtype)):
         if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
             raise ValueError(f"{name} must be float32, bfloat16 or float16, got {dtype}")

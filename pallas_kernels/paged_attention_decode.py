@@ -30,6 +30,8 @@ from pallas_kernels.flash import (
     store_rows,
 )
 
+FEW = 8  # sequences up to which each may be cut into a hundred items and more
+
 
 @dataclass(frozen=True)
 class TuningConfig:
@@ -61,11 +63,13 @@ class TuningConfig:
 
 def tuning_config(*, B: int, K: int, H: int, bytes_per_element: int) -> TuningConfig:
     """The setting for a batch of B sequences, chosen by what static shapes tell (H200)."""
-    row_bytes = padded(H) * bytes_per_element
-    widest = max(16, (1 << 15) // row_bytes)  # keys of a block within 32 KiB
-    if B * K >= 512:
-        return TuningConfig(min(64, widest), 4, 2, 0)
-    return TuningConfig(min(64, widest), 4, 2, 528)
+    if bytes_per_element == 4 or padded(H) == 256:
+        return TuningConfig(32, 4, 2, 528)
+    if B <= FEW:
+        return TuningConfig(64, 2, 2, 528)
+    if B * K >= 1024:
+        return TuningConfig(128, 4, 2, 528)
+    return TuningConfig(128, 2, 2, 1056)
 
 
 def paged_attention_decode(
@@ -123,8 +127,14 @@ def paged_attention_decode(
             jax.ShapeDtypeStruct((W, N), jnp.float32),
         ]
     out_TNH, *parts = pl.pallas_call(
-        partial(_decode_kernel, K=K, scoring=scoring, block=config.block_keys, dtype=dtype,
-                has_input=into_TNH is not None),
+        partial(
+            _decode_kernel,
+            K=K,
+            scoring=scoring,
+            block=config.block_keys,
+            dtype=dtype,
+            has_input=into_TNH is not None,
+        ),
         grid=(W * K,),
         out_shape=outs,
         input_output_aliases={} if into_TNH is None else {len(ins): 0},
@@ -136,7 +146,7 @@ def paged_attention_decode(
     )(*ins, *([] if into_TNH is None else [into_TNH]))
     if not parts:
         return out_TNH
-    few = B <= 8
+    few = B <= FEW
     lanes = min(32, padded(H)) if few else padded(H)
     return pl.pallas_call(
         partial(_merge_kernel, N=N, lanes=lanes, block=128 if few else 16),
@@ -178,24 +188,27 @@ def _share_out(
         share = _round_up(_ceil_div(keys_B.sum(), per_head), block)
         share = jnp.maximum(share, block)
         items_B = jnp.maximum(items_B, lax.div(keys_B + lax.div(share, 2), share))
-    order_B = jnp.argsort(-keys_B)
-    order_B = order_B.astype(jnp.int32)
-    end_B = jnp.cumsum(items_B[order_B])
-    w_W = jnp.arange(B + per_head)
-    rank_W = (end_B[None, :] <= w_W[:, None]).sum(axis=1)
-    b_W = order_B[jnp.minimum(rank_W, B - 1)]
-    items_W = jnp.maximum(items_B[b_W], 1)
-    nth_W = w_W - (end_B[jnp.minimum(rank_W, B - 1)] - items_B[b_W])
-    step_W = _round_up(_ceil_div(keys_B[b_W], items_W), block)
-    begin_W = jnp.minimum(nth_W * step_W, keys_B[b_W]) + first_B[b_W]
+    # Comparing all pairs takes fewer and shorter kernels than sorting and summing up.
+    seq_B = jnp.arange(B)
+    before_BB = (keys_B[:, None] > keys_B) | (
+        (keys_B[:, None] == keys_B) & (seq_B[:, None] < seq_B)
+    )
+    first_item_B = jnp.where(before_BB, items_B[:, None], 0).sum(axis=0)
+    w_W1 = jnp.arange(B + per_head)[:, None]
+    has_WB = (w_W1 >= first_item_B) & (w_W1 < first_item_B + items_B)
+    b_W = jnp.where(has_WB, seq_B + 1, 0).sum(axis=1) - 1  # -1: no such item
+    keys_W, items_W = keys_B[b_W], jnp.maximum(items_B[b_W], 1)
+    step_W = _round_up(_ceil_div(keys_W, items_W), block)
+    done_W = jnp.minimum((w_W1[:, 0] - first_item_B[b_W]) * step_W, keys_W)
+    begin_W = first_B[b_W] + done_W
     stop_W = jnp.minimum(begin_W + step_W, len_B[b_W])
-    b_W = jnp.where(rank_W < B, b_W, -1)
-    item_W4 = jnp.stack([b_W, begin_W, stop_W, (items_W > 1).astype(jnp.int32)], axis=1)
+    item_W4 = jnp.stack([b_W, begin_W, stop_W, (items_W > 1).astype(b_W.dtype)], axis=1)
     # A sequence is cut from 1.5 shares on: so many can be.
     C = min(B, _ceil_div(2 * per_head, 3))
-    cut_B = order_B[:C]
-    cut_C3 = jnp.stack([cut_B, end_B[:C] - items_B[cut_B], items_B[cut_B]], axis=1)
-    return _Work(item_W4, cut_C3)
+    rank_C1 = jnp.arange(C)[:, None]
+    cut_C = jnp.where(before_BB.sum(axis=0) == rank_C1, seq_B, 0).sum(axis=1)
+    cut_C3 = jnp.stack([cut_C, first_item_B[cut_C], items_B[cut_C]], axis=1)
+    return _Work(item_W4.astype(jnp.int32), cut_C3.astype(jnp.int32))
 
 
 def _ceil_div(a: Any, b: Any) -> Any:
@@ -262,7 +275,7 @@ def _merge_kernel(
     cut_ref: Any,
     part_ref: Any,
     weight_ref: Any,
-    _: Any,
+    input_ref: Any,
     out_ref: Any,
     *,
     N: int,
@@ -270,6 +283,7 @@ def _merge_kernel(
     block: int,
 ) -> None:
     """One program for `lanes` of the head dim of one query head of a sequence that was cut."""
+    del input_ref  # out_ref's memory: rows that were not cut stay
     H = out_ref.shape[-1]
     pid = pl.program_id(0)
     slices = padded(H) // lanes

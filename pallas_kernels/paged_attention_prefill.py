@@ -63,7 +63,7 @@ def tuning_config(*, H: int, bytes_per_element: int) -> TuningConfig:
     if bytes_per_element == 4:  # no tensor cores: registers hold operands and products
         return TuningConfig(32, 32, 4, 1)
     if padded(H) == 256:
-        return TuningConfig(128, 32, 8, 2)
+        return TuningConfig(128, 64, 8, 2)
     return TuningConfig(128, 64, 4, 2)
 
 
@@ -103,7 +103,10 @@ def paged_attention_prefill(
     )
     return pl.pallas_call(
         partial(
-            _prefill_kernel, K=K, scoring=Scoring(scale, window, softcap), config=config,
+            _prefill_kernel,
+            K=K,
+            scoring=Scoring(scale, window, softcap),
+            config=config,
             dtype=dtype,
         ),
         grid=(tile_X4.shape[0] * K,),

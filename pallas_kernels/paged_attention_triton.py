@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -34,18 +36,29 @@ def paged_attention_triton(
         ValueError: shapes, dtypes or options outside these bounds.
     """
     T, B = q_TNH.shape[0], kv_len_B.shape[0]
-    options = {"scale": scale, "window": window, "softcap": softcap, "interpret": interpret}
+    decode = partial(
+        paged_attention_decode,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        kv_len_B=kv_len_B,
+        num_decodes=num_decodes,
+        interpret=interpret,
+    )
     if decode_only:
-        out_BNH = paged_attention_decode(
-            q_TNH[:B], pages_P2KSH, page_table_BM,
-            kv_len_B=kv_len_B, num_decodes=num_decodes, **options,
-        )
+        out_BNH = decode(q_TNH[:B], pages_P2KSH, page_table_BM)
         return out_BNH if T == B else jnp.pad(out_BNH, ((0, T - B), (0, 0), (0, 0)))
     out_TNH = paged_attention_prefill(
-        q_TNH, pages_P2KSH, page_table_BM, query_start_B1=query_start_B1, kv_len_B=kv_len_B,
-        num_decodes=num_decodes, num_seqs=num_seqs, **options,
+        q_TNH,
+        pages_P2KSH,
+        page_table_BM,
+        query_start_B1=query_start_B1,
+        kv_len_B=kv_len_B,
+        num_decodes=num_decodes,
+        num_seqs=num_seqs,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        interpret=interpret,
     )
-    return paged_attention_decode(
-        q_TNH, pages_P2KSH, page_table_BM,
-        kv_len_B=kv_len_B, num_decodes=num_decodes, into_TNH=out_TNH, **options,
-    )
+    return decode(q_TNH, pages_P2KSH, page_table_BM, into_TNH=out_TNH)

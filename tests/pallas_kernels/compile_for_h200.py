@@ -39,8 +39,18 @@ def h200_mesh() -> Mesh:
 
 
 def compile_step(
-    mesh: Mesh, dtype: str, T: int, B: int, decode_only: bool, *, N: int, K: int, H: int,
-    S: int = 16, M: int = 512, **options: float,
+    mesh: Mesh,
+    dtype: str,
+    T: int,
+    B: int,
+    decode_only: bool,
+    *,
+    N: int,
+    K: int,
+    H: int,
+    S: int = 16,
+    M: int = 512,
+    **options: float,
 ) -> jax.stages.Compiled:
     sharding = NamedSharding(mesh, PartitionSpec())
 
@@ -52,9 +62,13 @@ def compile_step(
     )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return step.lower(
-            like((T, N, H), dtype), like((4096, 2, K, S, H), dtype), like((B, M)),
-            query_start_B1=like((B + 1,)), kv_len_B=like((B,)),
-            num_decodes=like(()), num_seqs=like(()),
+            like((T, N, H), dtype),
+            like((4096, 2, K, S, H), dtype),
+            like((B, M)),
+            query_start_B1=like((B + 1,)),
+            kv_len_B=like((B,)),
+            num_decodes=like(()),
+            num_seqs=like(()),
         ).compile()
 
 
