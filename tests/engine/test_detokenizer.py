@@ -86,9 +86,8 @@ def test_bytes_that_are_no_character_do_not_hold_up_the_rest(any_tokenizer: Toke
     hello = any_tokenizer.encode("hello", add_special_tokens=False)
     shown = pieces(Detokenizer(any_tokenizer.decode), [*emoji, *[emoji[1]] * 9, *hello])
     assert shown[3] == "😀"
-    assert any(shown[4:10])
-    assert "".join(shown).startswith("😀\ufffd")
-    assert "".join(shown).endswith("hello")
+    assert any(shown[4:10]), "they are shown before a character comes"
+    assert "".join(shown).replace(" ", "") == "😀" + "\ufffd" * 9 + "hello"
 
 
 def test_the_window_stays_short(any_tokenizer: Tokenizer):
