@@ -1,6 +1,6 @@
 # `make serve` and `make test` are all a newcomer needs; both set up .venv on first use.
 .DEFAULT_GOAL := help
-.PHONY: help serve test check format clean
+.PHONY: help serve test format clean
 
 # The first Python that is new enough; override with `make PYTHON=python3.12 ...`.
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,\
@@ -18,12 +18,13 @@ help: ## show this list
 serve: $(INSTALLED) ## serve the built-in model on port 8000; ARGS="MODEL --port 9000 ..." for more
 	.venv/bin/jaxpaged serve $(ARGS)
 
-test: EXTRAS := $(or $(EXTRAS),test)
+test format: EXTRAS := $(or $(EXTRAS),test)
 test: ## check style, types, imports and behaviour: the same as CI
 	@$(MAKE) --no-print-directory $(INSTALLED) EXTRAS=$(EXTRAS)
 	PATH="$(CURDIR)/.venv/bin:$$PATH" scripts/check.sh $(ARGS)
 
 format: ## let ruff rewrite the tree in the house style
+	@$(MAKE) --no-print-directory $(INSTALLED) EXTRAS=$(EXTRAS)
 	.venv/bin/ruff format
 	.venv/bin/ruff check --fix
 
