@@ -20,11 +20,11 @@ serve: $(INSTALLED) ## serve the built-in model on port 8000; ARGS="MODEL --port
 
 test format: EXTRAS := $(or $(EXTRAS),test)
 test: ## check style, types, imports and behaviour: the same as CI
-	@$(MAKE) --no-print-directory $(INSTALLED) EXTRAS=$(EXTRAS)
+	@$(MAKE) --silent --no-print-directory $(INSTALLED) EXTRAS=$(EXTRAS)
 	PATH="$(CURDIR)/.venv/bin:$$PATH" scripts/check.sh $(ARGS)
 
 format: ## let ruff rewrite the tree in the house style
-	@$(MAKE) --no-print-directory $(INSTALLED) EXTRAS=$(EXTRAS)
+	@$(MAKE) --silent --no-print-directory $(INSTALLED) EXTRAS=$(EXTRAS)
 	.venv/bin/ruff format
 	.venv/bin/ruff check --fix
 
