@@ -244,6 +244,13 @@ class AsyncLLM:
             self._end(news.request_id, "error")
             flight.queue.put_nowait(error)
             return
+        except Exception:  # say, a tokenizer that fails on these tokens: no reason to end the rest
+            log.exception("reading the output of request %s failed", news.request_id)
+            self._outputs.abort(news.request_id)
+            self._core.send(AbortRequests([news.request_id]))
+            self._end(news.request_id, "error")
+            flight.queue.put_nowait(RequestFailedError("reading the output failed", 500))
+            return
         if output is None:
             return
         if tell is not None:

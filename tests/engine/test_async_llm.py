@@ -24,6 +24,7 @@ from jaxpaged.engine.errors import (
     EngineStartError,
     RequestFailedError,
 )
+from jaxpaged.engine.messages import SequenceOutput
 from jaxpaged.outputs import RequestOutput
 from jaxpaged.sampling_params import SamplingParams
 
@@ -158,6 +159,29 @@ def test_bad_requests_never_reach_the_core():
             await collect(engine, [5], ENDLESS, "same")
         assert (await anext(stream)).outputs[0].token_ids == [5], "the first goes on"
         await stream.aclose()
+
+    with_engine(work)
+
+
+def test_output_that_cannot_be_read_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch):
+    async def work(engine: AsyncLLM) -> None:
+        process = engine._outputs.process
+
+        def broken(news: SequenceOutput) -> object:
+            if news.request_id == "bad":
+                raise KeyError("no such token")
+            return process(news)
+
+        monkeypatch.setattr(engine._outputs, "process", broken)
+        few = SamplingParams(ignore_eos=True, max_tokens=5)
+        bad, good = await asyncio.gather(
+            collect(engine, [1, 2, 3], few, "bad"),
+            collect(engine, [1, 2, 3], few, "good"),
+            return_exceptions=True,
+        )
+        assert isinstance(bad, RequestFailedError) and bad.code == 500
+        assert isinstance(good, list) and good[-1].finished
+        assert engine.dead is None and engine.num_requests == 0
 
     with_engine(work)
 
