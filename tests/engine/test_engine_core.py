@@ -36,7 +36,7 @@ def prompts(count: int, longest: int = 60, seed: int = 0) -> list[list[int]]:
     return [[draw.randrange(VOCAB) for _ in range(draw.randint(1, longest))] for _ in range(count)]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp(request.param), MODELS[request.param])
 
@@ -46,19 +46,24 @@ def naive(folder: Path) -> Naive:
     return naive_of(EngineCore(EngineConfig(model=str(folder), **SMALL)))
 
 
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"enable_prefix_caching": False},
+    {"max_num_batched_tokens": 4},
+    {"async_scheduling": False},
+    {"long_prefill_token_threshold": 7},
+    {"enable_chunked_prefill": False, "max_num_batched_tokens": 128},
+    {"max_num_seqs": 1},
+    {"block_size": 32, "num_gpu_blocks_override": 16},
+]
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"async_scheduling": False},
-        {"enable_prefix_caching": False},
-        {"max_num_batched_tokens": 4},
-        {"long_prefill_token_threshold": 7},
-        {"enable_chunked_prefill": False, "max_num_batched_tokens": 128},
-        {"max_num_seqs": 1},
-        {"block_size": 32, "num_gpu_blocks_override": 16},
-    ],
-    ids=lambda changes: ",".join(f"{k}={v}" for k, v in changes.items()) or "default",
+    ("folder", "changes"),
+    [("llama", way) for way in WAYS] + [("gemma", way) for way in WAYS[:3]],
+    indirect=["folder"],
+    ids=str,
+    scope="module",
 )
 def test_greedy_tokens_are_the_naive_loops(
     folder: Path, naive: Naive, changes: dict[str, Any]
@@ -111,6 +116,7 @@ def expected(naive: Naive) -> list[tuple[list[int], list[float]]]:
     return [naive.greedy(prompt, 16) for prompt in shared_prefix_prompts()]
 
 
+@pytest.mark.parametrize("folder", MODELS, indirect=True, scope="module")
 @settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
