@@ -97,7 +97,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = setting(
         None, "tokens a step (default 8192 on GPU when serving, 16384 for LLM, 2048 on CPU)"
     )
-    max_num_seqs: int | None = setting(None, "sequences a step (default 256, 64 on CPU)")
+    max_num_seqs: int | None = setting(None, "sequences a step (default 256, 32 on CPU)")
     long_prefill_token_threshold: int = setting(
         0, "at most this many tokens of one prompt a step (0: no limit)"
     )
@@ -129,6 +129,7 @@ class EngineConfig:
             object.__setattr__(self, "max_model_len", parse_token_count(self.max_model_len))
         elif self.max_model_len is not None:
             object.__setattr__(self, "max_model_len", "auto")
+        self._require("seed", -(2**63) <= self.seed < 2**63, "a 64-bit int")
         self._require("gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "in (0, 1]")
         self._require("block_size", self.block_size in (16, 32, 64, 128), "16, 32, 64 or 128")
         for name in (

@@ -69,9 +69,10 @@ class SamplingParams:
         self._require("repetition_penalty", self.repetition_penalty > 0, "greater than 0")
         self._require("temperature", self.temperature >= 0, "at least 0")
         self._require("top_p", 0 < self.top_p <= 1, "in (0, 1]")
-        self._require("top_k", self.top_k >= -1, "0 or -1 (off), or at least 1")
+        self._require("top_k", -1 <= self.top_k < 2**31, "0 or -1 (off), or at least 1")
         self._require("min_p", 0 <= self.min_p <= 1, "in [0, 1]")
         self._require("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit int")
+        self._require("priority", -(2**63) <= self.priority < 2**63, "a 64-bit int")
         self._require("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1")
         self._require("min_tokens", self.min_tokens >= 0, "at least 0")
         if self.max_tokens is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 MAX_FORWARD_BUCKETS = 24
 MAX_PROMPT_LOGPROB_ROWS = 256  # rows of one step that score prompt tokens
-SMALLEST_MIXED = 16
+SMALLEST_MIXED = 32
 THREE_QUARTERS_ABOVE = 64  # on a GPU decode sizes get a step between powers of two from here on
 
 

@@ -195,6 +195,8 @@ class EngineCore:
     def _take_prompt_logprobs(self, result: StepResult) -> None:
         first_row = len(result.token_ids)
         for row, wanted in enumerate(result.prompt_rows, first_row):
+            if wanted.sequence.finished:
+                continue  # aborted meanwhile
             request = wanted.sequence.request
             entries = self._prompt_logprobs.setdefault(request.request_id, [None])
             token_id = request.prompt_token_ids[wanted.position]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
@@ -64,6 +65,7 @@ class LLM:
         self._inputs = InputProcessor(self._core.info, self.tokenizer)
         self._outputs = OutputProcessor(self.tokenizer)
         self._ids = itertools.count()
+        self._in_use = threading.Lock()
 
     def __enter__(self) -> LLM:
         return self
@@ -193,10 +195,15 @@ class LLM:
     def _run(
         self, requests: list[tuple[AddRequest, str | None]], *, delta: bool
     ) -> Iterator[RequestOutput]:
-        for request, text in requests:
-            self._outputs.add(request, text, delta=delta)
-            self._core.add(request)
+        if not self._in_use.acquire(blocking=False):
+            raise RuntimeError(
+                "this LLM is in the middle of another call: finish or close that iterator first, "
+                "or use AsyncLLM for many callers"
+            )
         try:
+            for request, text in requests:
+                self._outputs.add(request, text, delta=delta)
+                self._core.add(request)
             while self._outputs.num_requests:
                 for news in self._core.step():
                     output, tell = self._outputs.process(news)
@@ -211,6 +218,7 @@ class LLM:
                 self._core.abort(request.request_id)
             while self._core.has_work:
                 self._core.step()
+            self._in_use.release()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -24,7 +24,13 @@ def enable_compile_cache(folder: str | None) -> Path | None:
         jax.config.update("jax_enable_compilation_cache", False)
         return None
     path = Path(folder or Path(platformdirs.user_cache_dir("jaxpaged")) / "executables")
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if folder is not None:
+            raise
+        log.warning("no compilation cache, every start compiles anew: %s", error)
+        return enable_compile_cache("none")
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

@@ -104,7 +104,7 @@ def make_plan(
     else:
         max_model_len = spec.max_position
     on_cpu = device.platform == "cpu"
-    max_num_seqs = config.max_num_seqs or (64 if on_cpu else 256)
+    max_num_seqs = config.max_num_seqs or (32 if on_cpu else 256)
     tokens = config.max_num_batched_tokens
     if tokens is None:
         tokens = 2048 if on_cpu else 8192 if serving else 16384

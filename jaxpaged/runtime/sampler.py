@@ -21,6 +21,7 @@ from jax import lax
 from jaxpaged.sampling_params import MAX_LOGIT_BIAS
 
 VARIANTS = ("greedy", "plain", "filtered", "logprobs", "full")
+LARGE = 1e30  # beyond any logit, and finite
 GREEDY_TEMPERATURE = 1e-5  # below it the most likely token is taken, as in vLLM
 
 Field = tuple[str, tuple[int, ...], str]  # name, shape after R, dtype
@@ -212,7 +213,8 @@ def _edit(logits_RV: jax.Array, edits: LogitEdits, count_RV: jax.Array) -> jax.A
 
     repetition_R1 = edits.repetition_R[:, None]
     repeated_RV = jnp.where(x_RV > 0, x_RV / repetition_R1, x_RV * repetition_R1)
-    x_RV = jnp.where(count_RV != 0, repeated_RV, x_RV)
+    # Finite, however small the penalty that was divided by.
+    x_RV = jnp.where(count_RV != 0, jnp.clip(repeated_RV, -LARGE, LARGE), x_RV)
     times_RV = count_RV >> 1
     x_RV -= edits.frequency_R[:, None] * times_RV
     x_RV -= edits.presence_R[:, None] * (times_RV > 0)
@@ -252,7 +254,8 @@ def _kept(x_RV: jax.Array, filters: Filters) -> jax.Array:
     kept_RV &= key_RV >= _threshold(key_RV, jnp.int32(1), top_k_R)[:, None]
 
     weight_RV = jnp.where(kept_RV, weight_RV, 0)
-    mass_R = filters.top_p_R * weight_RV.sum(axis=-1)
+    # The best token alone weighs 1: a top_p that rounds to nothing still keeps it.
+    mass_R = jnp.maximum(filters.top_p_R * weight_RV.sum(axis=-1), 1e-30)
     within_RV = key_RV >= _threshold(key_RV, weight_RV, mass_R)[:, None]
     return kept_RV & (within_RV | (filters.top_p_R >= 1)[:, None])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,28 +15,29 @@ def num_words(vocab: int) -> int:
     return -(-vocab // 32)
 
 
-def _set_bits(mask_W: np.ndarray, ids: Iterable[int], allow: bool) -> None:
-    for token_id in ids:
-        bit = np.uint32(1 << (token_id % 32))
-        if allow:
-            mask_W[token_id // 32] |= bit
-        else:
-            mask_W[token_id // 32] &= ~bit
+def _bits(token_ids: Sequence[int], vocab: int) -> np.ndarray:
+    """uint32[W] with the bits of these ids."""
+    ids = np.asarray(token_ids, np.uint32)
+    mask_W = np.zeros(num_words(vocab), np.uint32)
+    np.bitwise_or.at(mask_W, ids // 32, np.uint32(1) << (ids % 32))
+    return mask_W
+
+
+def _without(mask_W: np.ndarray | None, banned: Sequence[int], vocab: int) -> np.ndarray | None:
+    """The mask less some ids, unless nothing would be left: something must be sampled."""
+    if not banned:
+        return mask_W
+    if mask_W is None:
+        mask_W = np.full(num_words(vocab), 0xFFFFFFFF, np.uint32)
+    left_W = mask_W & ~_bits(banned, vocab)
+    return left_W if left_W.any() else mask_W
 
 
 def static_mask(request: Request, vocab: int) -> np.ndarray | None:
     """uint32[W] that holds for every position of the request; None allows everything."""
-    params = request.params
+    allowed = request.params.allowed_token_ids
     banned = [word[0] for word in request.bad_word_ids if len(word) == 1]
-    if params.allowed_token_ids is None and not banned:
-        return None
-    if params.allowed_token_ids is None:
-        mask_W = np.full(num_words(vocab), 0xFFFFFFFF, np.uint32)
-    else:
-        mask_W = np.zeros(num_words(vocab), np.uint32)
-        _set_bits(mask_W, params.allowed_token_ids, allow=True)
-    _set_bits(mask_W, banned, allow=False)
-    return mask_W
+    return _without(None if allowed is None else _bits(allowed, vocab), banned, vocab)
 
 
 def waits_for_last_token(request: Request) -> bool:
@@ -62,12 +63,9 @@ def next_token_mask(
     prompt_len = len(request.prompt_token_ids)
     for word in request.bad_word_ids:
         before = len(word) - 1
+        if before < 1:
+            continue
         output = item.sequence.token_ids[max(prompt_len, item.start + item.num_tokens - before) :]
-        if before and tuple(output[:before]) == word[:-1]:
+        if tuple(output[:before]) == word[:-1]:
             banned.append(word[-1])
-    if not banned:
-        return static_W
-    full = np.full(num_words(vocab), 0xFFFFFFFF, np.uint32)
-    mask_W = full if static_W is None else static_W.copy()
-    _set_bits(mask_W, banned, allow=False)
-    return mask_W
+    return _without(static_W, banned, vocab)

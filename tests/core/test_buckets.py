@@ -8,7 +8,7 @@ def test_sizes_on_a_gpu() -> None:
     decode = [bucket.num_seqs for bucket in buckets.forward if bucket.decode_only]
     assert decode == [8, 16, 32, 64, 96, 128, 192, 256]
     mixed = [(b.num_tokens, b.num_seqs) for b in buckets.forward if not b.decode_only]
-    assert mixed[0] == (16, 16) and mixed[-1] == (8192, 256) and len(mixed) == 10
+    assert mixed[0] == (32, 32) and mixed[-1] == (8192, 256) and len(mixed) == 9
     assert buckets.rows == (8, 32, 128, 256)
     assert buckets.scoring_rows == (8, 64, 256, 256 + MAX_PROMPT_LOGPROB_ROWS)
 
@@ -18,14 +18,14 @@ def test_sizes_on_a_cpu() -> None:
     decode = [bucket.num_tokens for bucket in buckets.forward if bucket.decode_only]
     assert decode == [1, 2, 4, 6]
     mixed = [(b.num_tokens, b.num_seqs) for b in buckets.forward if not b.decode_only]
-    assert mixed == [(16, 6), (32, 6), (64, 6), (100, 6)]
+    assert mixed == [(32, 6), (64, 6), (100, 6)]
 
 
 def test_a_decode_bucket_differs_from_a_mixed_one_of_the_same_sizes() -> None:
     buckets = Buckets(256, 8192, "gpu")
-    decode = buckets.fit(16, 16, decode_only=True)
-    mixed = buckets.fit(16, 15, decode_only=False)
-    assert decode == Bucket(16, 16, True) != mixed == Bucket(16, 16, False)
+    decode = buckets.fit(32, 32, decode_only=True)
+    mixed = buckets.fit(32, 31, decode_only=False)
+    assert decode == Bucket(32, 32, True) != mixed == Bucket(32, 32, False)
     assert len({str(bucket) for bucket in buckets.forward}) == len(buckets.forward)
 
 

@@ -121,6 +121,16 @@ def test_ctrl_c_leaves_a_usable_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch
     assert after.outputs[0].token_ids == before.outputs[0].token_ids
 
 
+def test_calls_do_not_mix(llm: LLM) -> None:
+    stream = llm.stream(PROMPT, GREEDY)
+    first = next(stream)
+    with pytest.raises(RuntimeError, match="middle of another call"):
+        llm.generate(PROMPT, GREEDY, use_tqdm=False)
+    pieces = [first, *stream]
+    (whole,) = llm.generate(PROMPT, GREEDY, use_tqdm=False)
+    assert "".join(piece.outputs[0].text for piece in pieces) == whole.outputs[0].text
+
+
 def test_an_abandoned_stream_leaves_nothing_behind(llm: LLM) -> None:
     stream = llm.stream(PROMPT, SamplingParams(max_tokens=100, ignore_eos=True))
     next(stream)

@@ -189,6 +189,44 @@ def test_min_tokens_holds_eos_back(core: EngineCore, naive: Naive) -> None:
     assert (stopped[-1].finish_reason, stopped[-1].stop_reason) == ("stop", eos)
 
 
+def test_bans_never_cancel_an_allow_list(core: EngineCore) -> None:
+    eos_only = request("a", PROMPT, allowed_token_ids=[9], min_tokens=3, stop_token_ids=[9])
+    assert tokens(core, eos_only)[:3] == [9, 9, 9]
+    same = request("b", PROMPT, allowed_token_ids=[9, 9], bad_word_ids=[[9], []], max_tokens=2)
+    assert tokens(core, same) == [9, 9]
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"top_k": 2**31 - 1},
+        {"top_p": 1e-38, "min_p": 1.0},
+        {"repetition_penalty": 1e-38},
+        {"repetition_penalty": 1e38, "temperature": 1e-30},
+        {"logit_bias": {7: 1e38, 8: -1e38}, "frequency_penalty": -2.0},
+        {"seed": -(2**63), "priority": 2**63 - 1},
+    ],
+    ids=str,
+)
+def test_extreme_values_are_survived(core: EngineCore, wish: dict[str, Any]) -> None:
+    made = tokens(core, request("a", PROMPT, **({"temperature": 1.0, "max_tokens": 4} | wish)))
+    assert len(made) == 4 and all(0 <= token < VOCAB for token in made)
+    if "top_p" in wish:
+        assert made == tokens(core, request("b", PROMPT, max_tokens=4))
+
+
+def test_aborted_prompt_logprobs_leave_nothing(core: EngineCore) -> None:
+    prompt = (PROMPT * 9)[:50]
+    core.add(request("a", prompt, prompt_logprobs=1))
+    core.step()
+    core.step()
+    core.abort("a")
+    drain(core)
+    again = outputs(core, request("a", prompt, prompt_logprobs=1))["a"]
+    assert again[0].prompt_logprobs is not None and len(again[0].prompt_logprobs) == 50
+    assert core._prompt_logprobs == {} and core._admitted_at == {}
+
+
 def test_abort_and_stop_string_in_mid_flight(core: EngineCore) -> None:
     core.add(request("a", PROMPT, max_tokens=60))
     core.add(request("b", PROMPT, max_tokens=60, n=2))
