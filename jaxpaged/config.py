@@ -95,7 +95,7 @@ class EngineConfig:
     enable_prefix_caching: bool = setting(True, "reuse the pages of equal prompt prefixes")
     enable_chunked_prefill: bool = setting(True, "split long prompts over several steps")
     max_num_batched_tokens: int | None = setting(
-        None, "tokens a step (default 8192 on GPU when serving, 16384 for LLM, 2048 on CPU)"
+        None, "tokens a step (default 8192 on GPU when serving, 16384 for LLM, 512 on CPU)"
     )
     max_num_seqs: int | None = setting(None, "sequences a step (default 256, 32 on CPU)")
     long_prefill_token_threshold: int = setting(

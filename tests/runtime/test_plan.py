@@ -27,7 +27,7 @@ def plan(model: dict[str, Any], device: Any = CPU, **settings: Any) -> EnginePla
 
 
 def test_defaults_follow_the_platform() -> None:
-    assert plan(LLAMA).max_num_batched_tokens == 2048
+    assert plan(LLAMA).max_num_batched_tokens == 512
     assert plan(LLAMA, GPU).max_num_batched_tokens == 8192
     assert (plan(LLAMA).max_num_seqs, plan(LLAMA, GPU).max_num_seqs) == (32, 256)
     assert plan(LLAMA).max_model_len == LLAMA["max_position_embeddings"]
