@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -11,10 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from jaxpaged import model_files
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.core_client import CORE_COMMAND, CoreClient
-from jaxpaged.engine.errors import BadRequestError, EngineDeadError, RequestFailedError
+from jaxpaged.engine.errors import EngineDeadError, RequestFailedError
 from jaxpaged.engine.input_processor import InputProcessor, Prompt
 from jaxpaged.engine.messages import (
     AbortRequests,
@@ -72,7 +75,8 @@ class AsyncLLM:
         self._core = CoreClient(core_command)
         self._labels = (model_name, metrics_prefix)
         self._log_stats = log_stats
-        self._flights: dict[str, _Flight] = {}
+        self._flights: dict[str, _Flight] = {}  # by the engine's id
+        self._arrivals = itertools.count()
         self._died = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -137,6 +141,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Queue a prepared request; what comes of it. Leaving the iteration aborts it.
 
+        Its id is only repeated in the outputs: two requests may have the same.
+
         Args:
             prompt: its text, if known.
             delta: yield what is new of a choice at each step; otherwise all of it, once.
@@ -147,9 +153,11 @@ class AsyncLLM:
         """
         if self.dead is not None:
             raise self.dead
-        request_id = request.request_id
-        if request_id in self._flights:
-            raise BadRequestError(f"a request with the id {request_id!r} is running", "request_id")
+        # The engine knows it by an id of its own: late news of a request that had the same id,
+        # and was aborted, must not reach this one.
+        given_id = request.request_id
+        request_id = f"{given_id}-{next(self._arrivals)}"
+        request = msgspec.structs.replace(request, request_id=request_id)
         flight = _Flight(RequestTimes(request), delta)
         self._flights[request_id] = flight
         self._outputs.add(request, prompt, delta=delta)
@@ -161,9 +169,10 @@ class AsyncLLM:
                 if isinstance(output, RequestFailedError):
                     raise output
                 finished = output.finished
+                output.request_id = given_id
                 yield output
         finally:
-            self.abort(request_id)
+            self._abort(request_id)
 
     async def generate(
         self,
@@ -180,16 +189,6 @@ class AsyncLLM:
         outputs = self.run(request, prompt=text if isinstance(text, str) else None, delta=delta)
         async for output in outputs:
             yield output
-
-    def abort(self, request_id: str) -> None:
-        """End a request that nobody waits for any more; nothing happens if it has ended."""
-        flight = self._flights.pop(request_id, None)
-        if flight is None:
-            return
-        self._outputs.abort(request_id)
-        if self.dead is None:
-            self._core.send(AbortRequests([request_id]))
-        self.metrics.finish(flight.times, "error" if self.dead else "abort")
 
     def abort_all(self) -> None:
         """End every request; those that wait get an output with finish_reason abort."""
@@ -212,6 +211,16 @@ class AsyncLLM:
         if self.dead is None:
             self._die(EngineDeadError("the server is shutting down"))
         await self._core.stop()
+
+    def _abort(self, request_id: str) -> None:
+        """End a request that nobody waits for any more; nothing happens if it has ended."""
+        flight = self._flights.pop(request_id, None)
+        if flight is None:
+            return
+        self._outputs.abort(request_id)
+        if self.dead is None:
+            self._core.send(AbortRequests([request_id]))
+        self.metrics.finish(flight.times, "error" if self.dead else "abort")
 
     def _load_tokenizer(self, folder: Path) -> Tokenizer:
         if self.config.tokenizer is None:

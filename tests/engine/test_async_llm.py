@@ -153,12 +153,23 @@ def test_bad_requests_never_reach_the_core():
     async def work(engine: AsyncLLM) -> None:
         with pytest.raises(BadRequestError, match="maximum context length"):
             await collect(engine, [5], SamplingParams(max_tokens=9999))
-        stream = engine.generate([5], ENDLESS, "same")
-        await anext(stream)
-        with pytest.raises(BadRequestError, match="same"):
-            await collect(engine, [5], ENDLESS, "same")
-        assert (await anext(stream)).outputs[0].token_ids == [5], "the first goes on"
-        await stream.aclose()
+
+    with_engine(work)
+
+
+def test_requests_of_one_id_do_not_mix():
+    async def work(engine: AsyncLLM) -> None:
+        for first in (5, 7, 9):  # each is given up while tokens of it are under way
+            stream = engine.generate([first], ENDLESS, "same")
+            assert (await anext(stream)).outputs[0].token_ids == [first]
+            await stream.aclose()
+        streams = [engine.generate([token_id], ENDLESS, "same") for token_id in (11, 13)]
+        for _ in range(20):
+            for token_id, stream in zip((11, 13), streams, strict=True):
+                output = await anext(stream)
+                assert (output.request_id, output.outputs[0].token_ids) == ("same", [token_id])
+        for stream in streams:
+            await stream.aclose()
 
     with_engine(work)
 
@@ -168,7 +179,7 @@ def test_output_that_cannot_be_read_fails_its_request_alone(monkeypatch: pytest.
         process = engine._outputs.process
 
         def broken(news: SequenceOutput) -> object:
-            if news.request_id == "bad":
+            if news.request_id.startswith("bad-"):
                 raise KeyError("no such token")
             return process(news)
 

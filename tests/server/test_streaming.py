@@ -74,9 +74,13 @@ def test_a_full_queue(slow_server: Server, streamed: bool):
 def test_a_request_id_that_is_in_use(slow_server: Server):
     with sent(slow_server, request_id="twin", stream=True):
         eventually(lambda: load(slow_server) == (1, 0))
-        answer = slow_server.post(PATH, prompt=[5], request_id="twin")
-        check_error(answer, 400, "twin", param="request_id")
-        assert load(slow_server) == (1, 0), "the first goes on"
+        body = {"prompt": [9], "max_tokens": 3, "return_token_ids": True, "ignore_eos": True}
+        with ThreadPoolExecutor() as pool:
+            second = pool.submit(slow_server.post, PATH, **body, request_id="twin")
+            eventually(lambda: load(slow_server) == (1, 1))
+    answer = second.result().json()
+    assert answer["id"] == "cmpl-twin"
+    assert answer["choices"][0]["token_ids"] == [9, 9, 9]
     eventually(lambda: load(slow_server) == (0, 0))
 
 
