@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 MAX_CHOICES = 1024  # n; each is a sequence of its own
+MAX_STOP_STRINGS = 64  # all of them are looked for after every token
+MAX_BAD_WORDS = 1024
 MAX_LOGIT_BIAS = 512  # entries of logit_bias a row of the sampler has room for
 
 
@@ -56,9 +58,10 @@ class SamplingParams:
             ("stop_token_ids", self.stop_token_ids),
             ("bad_words", self.bad_words),
         ):
-            object.__setattr__(self, name, tuple(value or ()))
+            object.__setattr__(self, name, tuple(dict.fromkeys(value or ())))
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            allowed = tuple(dict.fromkeys(self.allowed_token_ids))
+            object.__setattr__(self, "allowed_token_ids", allowed)
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, float) and not math.isfinite(value):
@@ -80,6 +83,9 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             self._require(name, value is None or value >= 0, "at least 0")
+        for name, most in (("stop", MAX_STOP_STRINGS), ("bad_words", MAX_BAD_WORDS)):
+            if len(getattr(self, name)) > most:
+                raise ValueError(f"{name} must be at most {most} strings")
         self._require("stop", all(self.stop), "non-empty strings")
         self._require("bad_words", all(self.bad_words), "non-empty strings")
         self._require(

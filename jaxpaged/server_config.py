@@ -44,6 +44,9 @@ class ServerConfig:
     chat_template: str | None = setting(
         None, "file with a Jinja chat template, or its text, instead of the model's"
     )
+    trust_request_chat_template: bool = setting(
+        False, "let requests bring a chat_template of their own: a program that may run for ever"
+    )
     default_chat_template_kwargs: dict[str, Any] | None = setting(
         None, "JSON object: template variables for requests that don't set them", metavar="JSON"
     )
@@ -68,7 +71,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         self._require("port", 0 <= self.port < 65536, "0 to 65535")
         self._require("max_request_bytes", self.max_request_bytes >= 1, "at least 1")
-        self._require("shutdown_timeout", self.shutdown_timeout >= 0, "at least 0")
+        self._require("shutdown_timeout", 0 <= self.shutdown_timeout <= 86400, "0 to 86400")
         self._require("uvicorn_log_level", self.uvicorn_log_level in LOG_LEVELS, "a log level")
         self._require("api_key", all(self.api_key), "non-empty")
         self._require(

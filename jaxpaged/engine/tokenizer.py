@@ -89,7 +89,7 @@ class Tokenizer:
                 folder, local_files_only=True, trust_remote_code=False
             )
             return cls(backend, model_folder or folder)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except Exception as error:  # transformers raises what its many formats raise
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise OSError(f"no usable tokenizer in {folder}: {reason}") from error
 
@@ -191,7 +191,10 @@ class Tokenizer:
                 tools=tools,
                 **template_kwargs,
             )
-        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        except (
+            TemplateError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError,
+            MemoryError,
+        ) as error:  # fmt: skip
             raise BadRequestError(f"the chat template refuses: {error}", "messages") from error
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from fastapi import Request
 
+from jaxpaged.engine.errors import BadRequestError
 from jaxpaged.engine.input_processor import Prompt
 from jaxpaged.engine.messages import AddRequest
 from jaxpaged.outputs import RequestOutput
@@ -23,6 +24,8 @@ from jaxpaged.server.streaming import merge
 from jaxpaged.server.usage import UsageCounter
 
 log = logging.getLogger(__name__)
+
+MAX_SEQUENCES = 4096  # prompts x n of one HTTP request
 
 
 @dataclass
@@ -91,6 +94,12 @@ async def prepare(
     Raises:
         BadRequestError: a prompt or the parameters.
     """
+    if len(prompts) * params.n > MAX_SEQUENCES:
+        raise BadRequestError(
+            f"a request may ask for at most {MAX_SEQUENCES} choices in all: "
+            f"{len(prompts)} prompts x n {params.n} are more",
+            "prompt",
+        )
     own_id = body.request_id or request.headers.get("x-request-id") or uuid.uuid4().hex
     request_id = f"{kind}-{own_id}"
     requests = []

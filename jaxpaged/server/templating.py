@@ -9,7 +9,12 @@ from jaxpaged.engine.errors import BadRequestError
 from jaxpaged.server.context import ServerContext
 from jaxpaged.server.protocol import ChatMessage, ChatTemplateFields
 
-RESERVED = ("messages", "tools", "documents", "tokenize", "chat_template", "return_dict")
+# Arguments of the rendering itself, which are no variables of a template.
+RESERVED = (
+    "messages", "conversation", "tools", "documents", "tokenize", "chat_template", "return_dict",
+    "add_generation_prompt", "continue_final_message", "self", "padding", "truncation",
+    "max_length", "return_tensors", "return_assistant_tokens_mask", "tokenizer_kwargs",
+)  # fmt: skip
 
 
 async def chat_token_ids(fields: ChatTemplateFields, context: ServerContext) -> list[int]:
@@ -22,6 +27,12 @@ async def chat_token_ids(fields: ChatTemplateFields, context: ServerContext) -> 
         raise BadRequestError(
             "continue_final_message and add_generation_prompt exclude each other",
             "continue_final_message",
+        )
+    if fields.chat_template is not None and not context.config.trust_request_chat_template:
+        raise BadRequestError(
+            "this server takes no chat_template from requests "
+            "(--trust-request-chat-template allows it)",
+            "chat_template",
         )
     given = fields.chat_template_kwargs or {}
     for name in RESERVED:

@@ -18,7 +18,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(model_folder: Path) -> Iterator[Server]:
-    flags = ("--served-model-name", "M", "also", "--enable-prompt-tokens-details")
+    flags = (
+        "--served-model-name", "M", "also", "--enable-prompt-tokens-details",
+        "--trust-request-chat-template",
+    )  # fmt: skip
     with running(str(model_folder), *flags) as running_server:
         yield running_server
 

@@ -155,3 +155,11 @@ def test_a_killed_server_ends_the_engine():
 
 def _is_zombie(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+
+
+def test_a_requests_own_template_needs_a_flag(model_folder: Path):
+    with running(str(model_folder)) as server:
+        messages = [{"role": "user", "content": "x"}]
+        answer = server.post("/v1/chat/completions", messages=messages, chat_template="x")
+        assert answer.status_code == 400
+        assert "--trust-request-chat-template" in answer.json()["error"]["message"]
