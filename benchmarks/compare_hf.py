@@ -42,6 +42,9 @@ class HuggingFace:
     def __init__(self, folder: Path, threads: int) -> None:
         torch.set_num_threads(threads)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        # `generate` would take it from here, and `min_new_tokens` then forbids it: neither side
+        # may stop or avoid a token.
+        self._model.generation_config.eos_token_id = None
         self.num_parameters = self._model.num_parameters()
         self.vocab = self._model.get_input_embeddings().num_embeddings
 
@@ -52,9 +55,7 @@ class HuggingFace:
         padding = [width - len(prompt) for prompt in prompts]
         ids = [[0] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)]
         mask = [[0] * pad + [1] * (width - pad) for pad in padding]
-        settings = GenerationConfig(
-            do_sample=False, max_new_tokens=count, min_new_tokens=count, pad_token_id=0
-        )
+        settings = GenerationConfig(do_sample=False, max_new_tokens=count, pad_token_id=0)
         output = self._model.generate(
             torch.tensor(ids), attention_mask=torch.tensor(mask), generation_config=settings
         )
