@@ -44,15 +44,7 @@ def check(shape: dict[str, Any], dtype: str, decode_only: bool, options: dict[st
         **{"M": 128, **shape},
     )
     step = jax.jit(partial(paged_attention_triton, scale=0.1, decode_only=decode_only, **options))
-    got = step(
-        r.q_TNH,
-        r.pages_P2KSH,
-        r.page_table_BM,
-        query_start_B1=r.query_start_B1,
-        kv_len_B=r.kv_len_B,
-        num_decodes=r.num_decodes,
-        num_seqs=r.num_seqs,
-    )
+    got = step(**vars(r))
     want = attention_by_definition(r, scale=0.1, **options)
     worst = np.abs(np.asarray(got.astype(jnp.float32)) - want).max()
     good = bool(worst <= TOLERANCE[dtype])  # NaN is not

@@ -20,13 +20,7 @@ from pallas_kernels.write_kv_pages import write_kv_pages
 @partial(jax.jit, static_argnames=("decode_only", "scale", "window", "softcap"))
 def attention(r: Ragged, decode_only: bool = False, scale: float = 0.25, **options) -> jax.Array:
     return paged_attention(
-        r.q_TNH,
-        r.pages_P2KSH,
-        r.page_table_BM,
-        query_start_B1=r.query_start_B1,
-        kv_len_B=r.kv_len_B,
-        num_decodes=r.num_decodes,
-        num_seqs=r.num_seqs,
+        **vars(r),
         scale=scale,
         decode_only=decode_only,
         **options,

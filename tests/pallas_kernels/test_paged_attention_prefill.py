@@ -25,15 +25,7 @@ def prefill(r: Ragged, config: TuningConfig = SMALL, **options) -> np.ndarray:
     run = partial(
         paged_attention_prefill, config=config, interpret=True, **{"scale": 0.25, **options}
     )
-    out = jax.jit(run)(
-        r.q_TNH,
-        r.pages_P2KSH,
-        r.page_table_BM,
-        query_start_B1=r.query_start_B1,
-        kv_len_B=r.kv_len_B,
-        num_decodes=r.num_decodes,
-        num_seqs=r.num_seqs,
-    )
+    out = jax.jit(run)(**vars(r))
     assert out.dtype == r.q_TNH.dtype
     return np.asarray(out, np.float32)
 
@@ -105,15 +97,7 @@ def test_float32_gets_small_tiles() -> None:
 def test_a_mixed_step(options: dict[str, float]) -> None:
     r = ragged_batch(MIXED, T=32, B=6)
     step = partial(paged_attention_triton, scale=0.25, interpret=True, **options)
-    got = jax.jit(step)(
-        r.q_TNH,
-        r.pages_P2KSH,
-        r.page_table_BM,
-        query_start_B1=r.query_start_B1,
-        kv_len_B=r.kv_len_B,
-        num_decodes=r.num_decodes,
-        num_seqs=r.num_seqs,
-    )
+    got = jax.jit(step)(**vars(r))
     want = attention_by_definition(r, scale=0.25, **options)
     np.testing.assert_allclose(got, want, atol=2e-6)
 
@@ -121,13 +105,6 @@ def test_a_mixed_step(options: dict[str, float]) -> None:
 @pytest.mark.parametrize("T", [4, 6])
 def test_a_step_of_decodes(T: int) -> None:
     r = ragged_batch([(1, 5), (1, 60)], T=T, B=4)
-    got = jax.jit(partial(paged_attention_triton, scale=0.25, decode_only=True, interpret=True))(
-        r.q_TNH,
-        r.pages_P2KSH,
-        r.page_table_BM,
-        query_start_B1=r.query_start_B1,
-        kv_len_B=r.kv_len_B,
-        num_decodes=r.num_decodes,
-        num_seqs=r.num_seqs,
-    )
+    step = partial(paged_attention_triton, scale=0.25, decode_only=True, interpret=True)
+    got = jax.jit(step)(**vars(r))
     np.testing.assert_allclose(got, attention_by_definition(r, scale=0.25), atol=2e-6)
