@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxpaged.validation import require
+
 GIB = 1 << 30
 
 
@@ -129,9 +131,9 @@ class EngineConfig:
             object.__setattr__(self, "max_model_len", parse_token_count(self.max_model_len))
         elif self.max_model_len is not None:
             object.__setattr__(self, "max_model_len", "auto")
-        self._require("seed", -(2**63) <= self.seed < 2**63, "a 64-bit int")
-        self._require("gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "in (0, 1]")
-        self._require("block_size", self.block_size in (16, 32, 64, 128), "16, 32, 64 or 128")
+        require(self, "seed", -(2**63) <= self.seed < 2**63, "a 64-bit int")
+        require(self, "gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "in (0, 1]")
+        require(self, "block_size", self.block_size in (16, 32, 64, 128), "16, 32, 64 or 128")
         for name in (
             "kv_cache_memory_bytes",
             "num_gpu_blocks_override",
@@ -141,10 +143,13 @@ class EngineConfig:
             "max_num_queued_tokens",
         ):
             value = getattr(self, name)
-            self._require(name, value is None or value >= 1, "at least 1")
-        self._require("max_logprobs", self.max_logprobs >= 0, "at least 0")
-        self._require(
-            "long_prefill_token_threshold", self.long_prefill_token_threshold >= 0, "at least 0"
+            require(self, name, value is None or value >= 1, "at least 1")
+        require(self, "max_logprobs", self.max_logprobs >= 0, "at least 0")
+        require(
+            self,
+            "long_prefill_token_threshold",
+            self.long_prefill_token_threshold >= 0,
+            "at least 0",
         )
         for f in (
             "load_format",
@@ -155,8 +160,4 @@ class EngineConfig:
             "attention_backend",
         ):
             choices = self.__dataclass_fields__[f].metadata["choices"]
-            self._require(f, getattr(self, f) in choices, "one of " + ", ".join(choices))
-
-    def _require(self, name: str, ok: bool, rule: str) -> None:
-        if not ok:
-            raise ValueError(f"{name} must be {rule}, got {getattr(self, name)!r}")
+            require(self, f, getattr(self, f) in choices, "one of " + ", ".join(choices))

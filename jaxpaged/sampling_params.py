@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from jaxpaged.validation import require
+
 MAX_CHOICES = 1024  # n; each is a sequence of its own
 MAX_STOP_STRINGS = 64  # all of them are looked for after every token
 MAX_BAD_WORDS = 1024
@@ -66,33 +68,34 @@ class SamplingParams:
             value = getattr(self, field.name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{field.name} must be finite, got {value}")
-        self._require("n", 1 <= self.n <= MAX_CHOICES, f"in [1, {MAX_CHOICES}]")
+        require(self, "n", 1 <= self.n <= MAX_CHOICES, f"in [1, {MAX_CHOICES}]")
         for name in ("presence_penalty", "frequency_penalty"):
-            self._require(name, -2 <= getattr(self, name) <= 2, "in [-2, 2]")
-        self._require("repetition_penalty", self.repetition_penalty > 0, "greater than 0")
-        self._require("temperature", self.temperature >= 0, "at least 0")
-        self._require("top_p", 0 < self.top_p <= 1, "in (0, 1]")
-        self._require("top_k", -1 <= self.top_k < 2**31, "0 or -1 (off), or at least 1")
-        self._require("min_p", 0 <= self.min_p <= 1, "in [0, 1]")
-        self._require("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit int")
-        self._require("priority", -(2**63) <= self.priority < 2**63, "a 64-bit int")
-        self._require("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1")
-        self._require("min_tokens", self.min_tokens >= 0, "at least 0")
+            require(self, name, -2 <= getattr(self, name) <= 2, "in [-2, 2]")
+        require(self, "repetition_penalty", self.repetition_penalty > 0, "greater than 0")
+        require(self, "temperature", self.temperature >= 0, "at least 0")
+        require(self, "top_p", 0 < self.top_p <= 1, "in (0, 1]")
+        require(self, "top_k", -1 <= self.top_k < 2**31, "0 or -1 (off), or at least 1")
+        require(self, "min_p", 0 <= self.min_p <= 1, "in [0, 1]")
+        require(self, "seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit int")
+        require(self, "priority", -(2**63) <= self.priority < 2**63, "a 64-bit int")
+        require(self, "max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1")
+        require(self, "min_tokens", self.min_tokens >= 0, "at least 0")
         if self.max_tokens is not None:
-            self._require("min_tokens", self.min_tokens <= self.max_tokens, "at most max_tokens")
+            require(self, "min_tokens", self.min_tokens <= self.max_tokens, "at most max_tokens")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            self._require(name, value is None or value >= 0, "at least 0")
+            require(self, name, value is None or value >= 0, "at least 0")
         for name, most in (("stop", MAX_STOP_STRINGS), ("bad_words", MAX_BAD_WORDS)):
             if len(getattr(self, name)) > most:
                 raise ValueError(f"{name} must be at most {most} strings")
-        self._require("stop", all(self.stop), "non-empty strings")
-        self._require("bad_words", all(self.bad_words), "non-empty strings")
-        self._require(
-            "allowed_token_ids", self.allowed_token_ids != (), "a non-empty list of token ids"
+        require(self, "stop", all(self.stop), "non-empty strings")
+        require(self, "bad_words", all(self.bad_words), "non-empty strings")
+        require(
+            self, "allowed_token_ids", self.allowed_token_ids != (), "a non-empty list of token ids"
         )
         if self.logit_bias is not None:
-            self._require(
+            require(
+                self,
                 "logit_bias",
                 len(self.logit_bias) <= MAX_LOGIT_BIAS,
                 f"at most {MAX_LOGIT_BIAS} entries",
@@ -100,10 +103,6 @@ class SamplingParams:
             for token_id, bias in self.logit_bias.items():
                 if not math.isfinite(bias):
                     raise ValueError(f"logit_bias of token {token_id} must be finite, got {bias}")
-
-    def _require(self, name: str, ok: bool, rule: str) -> None:
-        if not ok:
-            raise ValueError(f"{name} must be {rule}, got {getattr(self, name)!r}")
 
     @property
     def greedy(self) -> bool:

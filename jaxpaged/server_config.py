@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpaged.config import setting
+from jaxpaged.validation import require
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
@@ -69,19 +70,16 @@ class ServerConfig:
     )
 
     def __post_init__(self) -> None:
-        self._require("port", 0 <= self.port < 65536, "0 to 65535")
-        self._require("max_request_bytes", self.max_request_bytes >= 1, "at least 1")
-        self._require("shutdown_timeout", 0 <= self.shutdown_timeout <= 86400, "0 to 86400")
-        self._require("uvicorn_log_level", self.uvicorn_log_level in LOG_LEVELS, "a log level")
-        self._require("api_key", all(self.api_key), "non-empty")
-        self._require(
+        require(self, "port", 0 <= self.port < 65536, "0 to 65535")
+        require(self, "max_request_bytes", self.max_request_bytes >= 1, "at least 1")
+        require(self, "shutdown_timeout", 0 <= self.shutdown_timeout <= 86400, "0 to 86400")
+        require(self, "uvicorn_log_level", self.uvicorn_log_level in LOG_LEVELS, "a log level")
+        require(self, "api_key", all(self.api_key), "non-empty", secret=True)
+        require(
+            self,
             "metrics_prefix",
             re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix) is not None,
             "letters, digits and underscores",
         )
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("ssl_keyfile and ssl_certfile need each other")
-
-    def _require(self, name: str, ok: bool, rule: str) -> None:
-        if not ok:
-            raise ValueError(f"{name} must be {rule}, got {getattr(self, name)!r}")

@@ -195,6 +195,12 @@ def test_a_name_that_is_not_there():
         jaxpaged.nothing  # noqa: B018
 
 
+def test_no_message_shows_a_key():
+    with pytest.raises(ValueError, match="api_key must be non-empty") as refused:
+        ServerConfig(api_key=("very-secret", ""))
+    assert "very-secret" not in str(refused.value)
+
+
 def test_settings_of_the_server():
     for bad in ({"port": -1}, {"api_key": ("",)}, {"shutdown_timeout": -1.0}, {"x": 1}):
         settings: dict[str, Any] = bad
