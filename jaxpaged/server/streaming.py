@@ -6,10 +6,11 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Coroutine, Sequence
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
-from starlette.responses import StreamingResponse
+from pydantic import BaseModel
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from jaxpaged.outputs import RequestOutput
@@ -65,6 +66,30 @@ async def start_stream(request: Request, events: AsyncGenerator[str, None]) -> E
             yield DONE
 
     return EventStream(all_events())
+
+
+class Answering(Protocol):
+    """A prepared request."""
+
+    def events(self) -> AsyncGenerator[str, None]:
+        """Server-sent events as it goes on."""
+        ...
+
+    def response(self) -> Coroutine[Any, Any, BaseModel]:
+        """All of it at once."""
+        ...
+
+
+async def respond(request: Request, answering: Answering, *, stream: bool) -> Response:
+    """Answer as a stream or in one piece.
+
+    Raises:
+        ClientGoneError: the client left.
+    """
+    if stream:
+        return await start_stream(request, answering.events())
+    answer = await unless_gone(request, answering.response())
+    return Response(answer.model_dump_json(), media_type="application/json")
 
 
 async def unless_gone(request: Request, work: Awaitable[Result]) -> Result:

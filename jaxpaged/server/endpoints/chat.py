@@ -24,7 +24,7 @@ from jaxpaged.server.protocol import (
     DeltaMessage,
 )
 from jaxpaged.server.sampling import refuse_unsupported, sampling_params
-from jaxpaged.server.streaming import DONE, event, start_stream, unless_gone
+from jaxpaged.server.streaming import DONE, event, respond
 from jaxpaged.server.templating import chat_token_ids, content_text
 
 router = APIRouter(tags=["OpenAI"])
@@ -37,10 +37,7 @@ async def create_chat_completion(
     """Answer a chat."""
     context.check_model(body.model)
     chat = await _prepare(request, context, body)
-    if body.stream:
-        return await start_stream(request, chat.events())
-    answer = await unless_gone(request, chat.response())
-    return Response(answer.model_dump_json(), media_type="application/json")
+    return await respond(request, chat, stream=body.stream)
 
 
 async def _prepare(request: Request, context: ServerContext, body: ChatCompletionRequest) -> _Chat:

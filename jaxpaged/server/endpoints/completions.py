@@ -22,7 +22,7 @@ from jaxpaged.server.protocol import (
     CompletionResponse,
 )
 from jaxpaged.server.sampling import refuse_unsupported, sampling_params
-from jaxpaged.server.streaming import DONE, event, start_stream, unless_gone
+from jaxpaged.server.streaming import DONE, event, respond
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -36,10 +36,7 @@ async def create_completion(
     """Continue one prompt or several."""
     context.check_model(body.model)
     completion = await _prepare(request, context, body)
-    if body.stream:
-        return await start_stream(request, completion.events())
-    answer = await unless_gone(request, completion.response())
-    return Response(answer.model_dump_json(), media_type="application/json")
+    return await respond(request, completion, stream=body.stream)
 
 
 async def _prepare(
