@@ -26,7 +26,6 @@ from jaxpaged.engine.messages import (
     EngineDead,
     FinishSequence,
     FrontMessage,
-    ResetPrefixCache,
     Shutdown,
     StepOutputs,
 )
@@ -77,8 +76,6 @@ class CoreServer:
                     self._core.abort(request_id)
             case FinishSequence():
                 self._core.finish(message.request_id, message.index, message.num_tokens)
-            case ResetPrefixCache():
-                self._core.reset_prefix_cache()
 
 
 def _connect(context: zmq.Context, kind: int, address: str) -> zmq.Socket:

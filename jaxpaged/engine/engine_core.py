@@ -128,9 +128,6 @@ class EngineCore:
         """A stop string ended a choice; the front end knows already."""
         self._scheduler.finish(request_id, index, num_tokens)
 
-    def reset_prefix_cache(self) -> bool:
-        return self._scheduler.reset_prefix_cache()
-
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do or to tell."""

@@ -37,15 +37,11 @@ class FinishSequence(msgspec.Struct, tag=True):
     num_tokens: int
 
 
-class ResetPrefixCache(msgspec.Struct, tag=True):
-    """Forget every cached prefix."""
-
-
 class Shutdown(msgspec.Struct, tag=True):
     """End the process."""
 
 
-FrontMessage = AddRequest | AbortRequests | FinishSequence | ResetPrefixCache | Shutdown
+FrontMessage = AddRequest | AbortRequests | FinishSequence | Shutdown
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):

@@ -25,7 +25,7 @@ from jaxpaged.runtime.programs import (
     Sample,
     Upkeep,
     all_keys,
-)  # fmt: skip
+)
 from jaxpaged.runtime.slot_table import SlotTable, has_penalties
 from jaxpaged.runtime.step import zero_state
 

@@ -87,7 +87,8 @@ def _size_pool(
     temporary = step_input = 0
     measured = config.kv_cache_memory_bytes is None and config.num_gpu_blocks_override is None
     if device.platform == "gpu" and measured:
-        # The temporaries do not depend on the pool, so a small one will do.
+        # The temporaries do not depend on the pool, so a small one will do. The probe's own state
+        # (token counts, tables) still counts as in use below: the runner needs as much again.
         probe_plan = replace(plan, kv=replace(plan.kv, num_pages=PROBE_PAGES))
         probe = _runner(config, probe_plan, model, params)
         largest = largest_keys(plan.buckets)
