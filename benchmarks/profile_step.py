@@ -62,19 +62,19 @@ def trace_step(llm: LLM, prompts: list[list[int]], steps: int, layers: int) -> d
             entry = names[kind(kernel.name)]
             entry[0] += sign / steps
             entry[1] += sign * (kernel.end_ns - kernel.start_ns) / 1e3 / steps
-    count = (len(all_steps) - len(first)) / steps
+    number = (len(all_steps) - len(first)) / steps
     busy_us = sum(us for _, us in names.values())
     decode = all_steps[len(first) :]
     span_us = (decode[-1].end_ns - decode[0].start_ns) / 1e3 / steps
     return {
-        "kernels": round(count, 1),
-        "kernels_per_layer": round(count / layers, 1),
+        "kernels": round(number, 1),
+        "kernels_per_layer": round(number / layers, 1),
         "busy_us": round(busy_us, 1),
         "busy_us_per_layer": round(busy_us / layers, 1),
         "span_us": round(span_us, 1),
         "by_name": [
-            {"name": name, "count": round(number, 1), "us": round(us, 1)}
-            for name, (number, us) in sorted(names.items(), key=lambda item: -item[1][1])[:SHOWN]
+            {"name": name, "count": round(times, 1), "us": round(us, 1)}
+            for name, (times, us) in sorted(names.items(), key=lambda item: -item[1][1])[:SHOWN]
         ],
     }
 
