@@ -154,7 +154,7 @@ def _kernel(
 ) -> None:
     *scale_refs, input_ref, q_ref, pages_ref = rest
     del input_ref  # pages_ref's memory
-    (total, H), (T, N, _), (P, _, K, _, _) = qkv_ref.shape, q_ref.shape, pages_ref.shape
+    (total, H), (T, *_), (P, _, K, _, _) = qkv_ref.shape, q_ref.shape, pages_ref.shape
     D, G, dtype = H // 2, X - 2, qkv_ref.dtype
     row_R = pl.program_id(0) * rows + jnp.arange(rows)
     head_R, x_R = lax.div(row_R, X), lax.rem(row_R, X)
