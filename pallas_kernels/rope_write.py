@@ -1,8 +1,7 @@
 """What lies between a layer's QKV product and its attention, as one kernel.
 
 Queries and keys are normalised (where the model does that) and rotated; keys and values go into
-their pages. In Pallas' Triton dialect: rows of H, be they a query, a key or a value, lie one
-behind the other in the QKV product, and a program takes the next `rows` of them.
+their pages. In Pallas' Triton dialect.
 """
 
 from __future__ import annotations
@@ -17,7 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.flash import padded
 from pallas_kernels.write_kv_pages import write_kv_pages
+
+Halves = tuple[jax.Array, jax.Array]  # of rows of H, [R, padded D]
 
 
 @dataclass(frozen=True)
@@ -25,23 +27,31 @@ class TuningConfig:
     """How the kernel is laid out on the card; never changes what it computes.
 
     Attributes:
-        rows: rows of H of a program, a power of two up to 128.
+        tokens: tokens of a program, a power of two up to 32.
         num_warps: warps of a program, a power of two up to 8.
+        split: a program takes one of a KV head's queries, its key or its value; else all of them.
     """
 
-    rows: int
+    tokens: int
     num_warps: int
+    split: bool
 
     def __post_init__(self) -> None:
-        if self.rows not in (1, 2, 4, 8, 16, 32, 64, 128):
-            raise ValueError(f"rows must be a power of two up to 128, got {self.rows}")
+        if self.tokens not in (1, 2, 4, 8, 16, 32):
+            raise ValueError(f"tokens must be a power of two up to 32, got {self.tokens}")
         if self.num_warps not in (1, 2, 4, 8):
             raise ValueError(f"num_warps must be 1, 2, 4 or 8, got {self.num_warps}")
 
 
-def tuning_config(*, rows: int, H: int) -> TuningConfig:
-    """The setting for a step of `rows` rows of H (H200)."""
-    return TuningConfig(4, 1) if rows < 4096 else TuningConfig(32, 4)
+def tuning_config(*, T: int, K: int, X: int, H: int, bytes_per_element: int) -> TuningConfig:
+    """The setting for a step of T tokens, chosen by what static shapes tell (H200)."""
+    if T * K < 256:
+        return TuningConfig(1, 1, True)
+    if T * K < 1024:
+        return TuningConfig(1, 1, False)
+    # As many as four warps hold in registers.
+    tokens = 12288 // (X * padded(H) * bytes_per_element)
+    return TuningConfig(min(8, 1 << (max(1, tokens).bit_length() - 1)), 4, False)
 
 
 def rope_write(
@@ -85,12 +95,11 @@ def rope_write(
     """
     _check(qkv_TKXH, cos_TD, sin_TD, pages_P2KSH, scales)
     T, K, X, H = qkv_TKXH.shape
-    rows = T * K * X
-    config = config or tuning_config(rows=rows, H=H)
-    ins = [qkv_TKXH.reshape(rows, H), cos_TD, sin_TD, page_T, slot_T, *(scales or ()), pages_P2KSH]
+    config = config or tuning_config(T=T, K=K, X=X, H=H, bytes_per_element=qkv_TKXH.dtype.itemsize)
+    ins = [qkv_TKXH, cos_TD, sin_TD, page_T, slot_T, *(scales or ()), pages_P2KSH]
     return pl.pallas_call(
-        partial(_kernel, X=X, rows=config.rows, eps=eps, plus_one=plus_one),
-        grid=(pl.cdiv(rows, config.rows),),
+        partial(_kernel, config=config, eps=eps, plus_one=plus_one),
+        grid=(pl.cdiv(T, config.tokens) * K * (X if config.split else 1),),
         out_shape=(
             jax.ShapeDtypeStruct((T, K * (X - 2), H), qkv_TKXH.dtype),
             jax.ShapeDtypeStruct(pages_P2KSH.shape, pages_P2KSH.dtype),
@@ -147,62 +156,80 @@ def _kernel(
     page_ref: Any,
     slot_ref: Any,
     *rest: Any,
-    X: int,
-    rows: int,
+    config: TuningConfig,
     eps: float,
     plus_one: bool,
 ) -> None:
     *scale_refs, input_ref, q_ref, pages_ref = rest
     del input_ref  # pages_ref's memory
-    (total, H), (T, *_), (P, _, K, _, _) = qkv_ref.shape, q_ref.shape, pages_ref.shape
+    T, K, X, H = qkv_ref.shape
     D, G, dtype = H // 2, X - 2, qkv_ref.dtype
-    row_R = pl.program_id(0) * rows + jnp.arange(rows)
-    head_R, x_R = lax.div(row_R, X), lax.rem(row_R, X)
-    t_R, k_R = lax.div(head_R, K), lax.rem(head_R, K)
-    live_R, is_q_R, is_v_R = row_R < total, x_R < G, x_R == G + 1
-    lane_L = jnp.arange(1 << (D - 1).bit_length())
-    is_lane_1L = (lane_L < D)[None, :]
+    pid, parts = pl.program_id(0), X if config.split else 1
+    k = lax.rem(lax.div(pid, parts), K)
+    t_R = lax.div(pid, parts * K) * config.tokens + jnp.arange(config.tokens)
+    lane_L = jnp.arange(padded(D))
+    live_R, is_lane_L = t_R < T, lane_L < D
+    live_RL = live_R[:, None] & is_lane_L[None, :]
 
-    def load(ref: Any, live_R: jax.Array, at_R: jax.Array, first: int = 0) -> jax.Array:
-        at = ref.at[at_R[:, None], first + lane_L[None, :]]
-        return pltriton.load(at, mask=live_R[:, None] & is_lane_1L, other=0).astype(jnp.float32)
+    def place(ref: Any, *index: Any, first: int = 0) -> Any:
+        columns = [jnp.broadcast_to(i, t_R.shape)[:, None] for i in index]
+        return ref.at[(*columns, first + lane_L[None, :])]
 
-    def store(ref: Any, live_R: jax.Array, *index: jax.Array, halves: Any) -> None:
-        columns = [i[:, None] for i in index]
+    def load(ref: Any, *index: Any, first: int = 0) -> jax.Array:
+        return pltriton.load(place(ref, *index, first=first), mask=live_RL, other=0)
+
+    def store(ref: Any, *index: Any, halves: Halves) -> None:
         for first, half in zip((0, D), halves, strict=True):
-            at = ref.at[(*columns, first + lane_L[None, :])]
-            pltriton.store(at, half.astype(ref.dtype), mask=live_R[:, None] & is_lane_1L)
+            at = place(ref, *index, first=first)
+            pltriton.store(at, half.astype(ref.dtype), mask=live_RL)
 
-    a, b = load(qkv_ref, live_R, row_R), load(qkv_ref, live_R, row_R, D)
-    value = a, b
-    if scale_refs:
-        square_R = (a * a).sum(axis=1) + (b * b).sum(axis=1)
-        root_R1 = lax.rsqrt(square_R / H + eps)[:, None]
-        q_scale, k_scale = (
-            [
-                pltriton.load(ref.at[first + lane_L], mask=lane_L < D, other=0)[None, :].astype(
-                    jnp.float32
-                )
-                + plus_one
-                for first in (0, D)
-            ]
-            for ref in scale_refs
-        )
-        a, b = (
-            (half * root_R1 * jnp.where(is_q_R[:, None], q, k)).astype(dtype).astype(jnp.float32)
-            for half, q, k in zip((a, b), q_scale, k_scale, strict=True)
-        )
-    turns_R = live_R & ~is_v_R
-    cos, sin = load(cos_ref, turns_R, t_R), load(sin_ref, turns_R, t_R)
-    rotated = [x.astype(dtype) for x in (a * cos - b * sin, b * cos + a * sin)]
-    # Dead rows' places lie outside: in interpret mode they would be written back.
-    t_q_R = jnp.where(live_R & is_q_R, t_R, T)
-    store(q_ref, live_R & is_q_R, t_q_R, k_R * G + x_R, halves=rotated)
-    kv_R = live_R & ~is_q_R
-    page_R = jnp.where(kv_R, pltriton.load(page_ref.at[t_R], mask=kv_R, other=0), P)
-    slot_R = pltriton.load(slot_ref.at[t_R], mask=kv_R, other=0)
-    kv = [jnp.where(is_v_R[:, None], *pair) for pair in zip(value, rotated, strict=True)]
-    store(pages_ref, kv_R, page_R, x_R - G, k_R, slot_R, halves=kv)
+    def factors(scale_ref: Any) -> list[jax.Array]:
+        halves = (scale_ref.at[first + lane_L] for first in (0, D))
+        loaded = (pltriton.load(half, mask=is_lane_L, other=0) for half in halves)
+        return [half[None, :].astype(jnp.float32) + plus_one for half in loaded]
+
+    cos, sin = load(cos_ref, t_R), load(sin_ref, t_R)
+    factors_of = [factors(ref) for ref in scale_refs]
+
+    def turned(halves: Halves, is_key: bool) -> Halves:
+        a, b = (half.astype(jnp.float32) for half in halves)
+        if factors_of:
+            square_R = (a * a).sum(axis=1) + (b * b).sum(axis=1)
+            root_R1 = lax.rsqrt(square_R / H + eps)[:, None]
+            a, b = (
+                (half * root_R1 * factor).astype(dtype).astype(jnp.float32)
+                for half, factor in zip((a, b), factors_of[is_key], strict=True)
+            )
+        return (a * cos - b * sin).astype(dtype), (b * cos + a * sin).astype(dtype)
+
+    page_R = pltriton.load(page_ref.at[t_R], mask=live_R, other=0)
+    slot_R = pltriton.load(slot_ref.at[t_R], mask=live_R, other=0)
+
+    def read(x: Any) -> Halves:
+        return load(qkv_ref, t_R, k, x), load(qkv_ref, t_R, k, x, first=D)
+
+    def write_query(x: Any, halves: Halves) -> None:
+        store(q_ref, t_R, k * G + x, halves=turned(halves, False))
+
+    def write_key(halves: Halves) -> None:
+        store(pages_ref, page_R, 0, k, slot_R, halves=turned(halves, True))
+
+    def write_value(halves: Halves) -> None:
+        store(pages_ref, page_R, 1, k, slot_R, halves=halves)
+
+    if config.split:
+        part = lax.rem(pid, X)
+        halves = read(part)
+        pl.when(part < G)(lambda: write_query(part, halves))
+        pl.when(part == G)(lambda: write_key(halves))
+        pl.when(part == G + 1)(lambda: write_value(halves))
+        return
+    # All are read before the first is written: the compiler would not dare to move reads up.
+    *queries, key, value = [read(x) for x in range(X)]
+    for x, halves in enumerate(queries):
+        write_query(x, halves)
+    write_key(key)
+    write_value(value)
 
 
 def _check(
