@@ -26,15 +26,15 @@ Halves = tuple[jax.Array, jax.Array]  # of rows of H, [R, padded D]
 class TuningConfig:
     """How the kernel is laid out on the card; never changes what it computes.
 
+    A program takes the queries, the key and the value of one KV head of some tokens.
+
     Attributes:
         tokens: tokens of a program, a power of two up to 32.
         num_warps: warps of a program, a power of two up to 8.
-        split: a program takes one of a KV head's queries, its key or its value; else all of them.
     """
 
     tokens: int
     num_warps: int
-    split: bool
 
     def __post_init__(self) -> None:
         if self.tokens not in (1, 2, 4, 8, 16, 32):
@@ -43,15 +43,12 @@ class TuningConfig:
             raise ValueError(f"num_warps must be 1, 2, 4 or 8, got {self.num_warps}")
 
 
-def tuning_config(*, T: int, K: int, X: int, H: int, bytes_per_element: int) -> TuningConfig:
+def tuning_config(*, T: int, X: int, H: int, bytes_per_element: int) -> TuningConfig:
     """The setting for a step of T tokens, chosen by what static shapes tell (H200)."""
-    if T * K < 256:
-        return TuningConfig(1, 1, True)
-    if T * K < 1024:
-        return TuningConfig(1, 1, False)
-    # As many as four warps hold in registers.
-    tokens = 12288 // (X * padded(H) * bytes_per_element)
-    return TuningConfig(min(8, 1 << (max(1, tokens).bit_length() - 1)), 4, False)
+    if X * padded(H) * bytes_per_element > 4096:  # more than fits the registers of a warp
+        return TuningConfig(1, 4)
+    tokens = 1 if T <= 16 else 2 if T <= 128 else 4
+    return TuningConfig(tokens, tokens)
 
 
 def rope_write(
@@ -95,11 +92,11 @@ def rope_write(
     """
     _check(qkv_TKXH, cos_TD, sin_TD, pages_P2KSH, scales)
     T, K, X, H = qkv_TKXH.shape
-    config = config or tuning_config(T=T, K=K, X=X, H=H, bytes_per_element=qkv_TKXH.dtype.itemsize)
+    config = config or tuning_config(T=T, X=X, H=H, bytes_per_element=qkv_TKXH.dtype.itemsize)
     ins = [qkv_TKXH, cos_TD, sin_TD, page_T, slot_T, *(scales or ()), pages_P2KSH]
     return pl.pallas_call(
-        partial(_kernel, config=config, eps=eps, plus_one=plus_one),
-        grid=(pl.cdiv(T, config.tokens) * K * (X if config.split else 1),),
+        partial(_kernel, tokens=config.tokens, eps=eps, plus_one=plus_one),
+        grid=(pl.cdiv(T, config.tokens) * K,),
         out_shape=(
             jax.ShapeDtypeStruct((T, K * (X - 2), H), qkv_TKXH.dtype),
             jax.ShapeDtypeStruct(pages_P2KSH.shape, pages_P2KSH.dtype),
@@ -156,7 +153,7 @@ def _kernel(
     page_ref: Any,
     slot_ref: Any,
     *rest: Any,
-    config: TuningConfig,
+    tokens: int,
     eps: float,
     plus_one: bool,
 ) -> None:
@@ -164,9 +161,8 @@ def _kernel(
     del input_ref  # pages_ref's memory
     T, K, X, H = qkv_ref.shape
     D, G, dtype = H // 2, X - 2, qkv_ref.dtype
-    pid, parts = pl.program_id(0), X if config.split else 1
-    k = lax.rem(lax.div(pid, parts), K)
-    t_R = lax.div(pid, parts * K) * config.tokens + jnp.arange(config.tokens)
+    k = lax.rem(pl.program_id(0), K)
+    t_R = lax.div(pl.program_id(0), K) * tokens + jnp.arange(tokens)
     lane_L = jnp.arange(padded(D))
     live_R, is_lane_L = t_R < T, lane_L < D
     live_RL = live_R[:, None] & is_lane_L[None, :]
@@ -202,34 +198,17 @@ def _kernel(
             )
         return (a * cos - b * sin).astype(dtype), (b * cos + a * sin).astype(dtype)
 
-    page_R = pltriton.load(page_ref.at[t_R], mask=live_R, other=0)
+    # All are read before the first is written: the compiler does not move reads past writes.
+    *queries, key, value = [
+        (load(qkv_ref, t_R, k, x), load(qkv_ref, t_R, k, x, first=D)) for x in range(X)
+    ]
+    # A dead token's page lies outside: in interpret mode its row would be written back.
+    page_R = pltriton.load(page_ref.at[t_R], mask=live_R, other=pages_ref.shape[0])
     slot_R = pltriton.load(slot_ref.at[t_R], mask=live_R, other=0)
-
-    def read(x: Any) -> Halves:
-        return load(qkv_ref, t_R, k, x), load(qkv_ref, t_R, k, x, first=D)
-
-    def write_query(x: Any, halves: Halves) -> None:
-        store(q_ref, t_R, k * G + x, halves=turned(halves, False))
-
-    def write_key(halves: Halves) -> None:
-        store(pages_ref, page_R, 0, k, slot_R, halves=turned(halves, True))
-
-    def write_value(halves: Halves) -> None:
-        store(pages_ref, page_R, 1, k, slot_R, halves=halves)
-
-    if config.split:
-        part = lax.rem(pid, X)
-        halves = read(part)
-        pl.when(part < G)(lambda: write_query(part, halves))
-        pl.when(part == G)(lambda: write_key(halves))
-        pl.when(part == G + 1)(lambda: write_value(halves))
-        return
-    # All are read before the first is written: the compiler would not dare to move reads up.
-    *queries, key, value = [read(x) for x in range(X)]
-    for x, halves in enumerate(queries):
-        write_query(x, halves)
-    write_key(key)
-    write_value(value)
+    for g, query in enumerate(queries):
+        store(q_ref, t_R, k * G + g, halves=turned(query, is_key=False))
+    store(pages_ref, page_R, 0, k, slot_R, halves=turned(key, is_key=True))
+    store(pages_ref, page_R, 1, k, slot_R, halves=value)
 
 
 def _check(
