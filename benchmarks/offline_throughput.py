@@ -98,9 +98,8 @@ def main() -> None:
         )
         counter = StepCounter(llm._core)
         warm_up = measure(llm, lengths, rng, counter)
-        print(
-            f"ready in {llm.info.startup_seconds['total']:.1f} s, warm-up {warm_up['seconds']:.2f} s"
-        )
+        ready = llm.info.startup_seconds["total"]
+        print(f"ready in {ready:.1f} s, warm-up {warm_up['seconds']:.2f} s", flush=True)
         runs = [measure(llm, lengths, rng, counter) for _ in range(args.repeats)]
     seconds = median(run["seconds"] for run in runs)
     prompt_tokens = sum(item.prompt for item in lengths)
