@@ -92,7 +92,9 @@ async def complete(base_url: str, body: dict[str, Any]) -> Answer:
     loop = asyncio.get_running_loop()
     try:
         _, stream = await loop.create_connection(
-            lambda: _Stream(head.encode() + payload), address.hostname, address.port or 80
+            lambda: _Stream(head.encode() + payload),
+            address.hostname or "127.0.0.1",
+            address.port or 80,
         )
     except OSError as error:
         return Answer(time.perf_counter(), error=str(error))

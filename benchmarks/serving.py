@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import math
 import subprocess
 import sys
@@ -33,7 +32,7 @@ from tokenizers import Tokenizer
 from benchmarks.common import markdown, model_settings, percentiles, write_results
 from benchmarks.http_client import Answer, complete
 from benchmarks.lengths import MAX_TOTAL, Lengths, fixed, sharegpt
-from benchmarks.make_tokenizer import make_tokenizer
+from benchmarks.startup import serve_arguments
 from jaxpaged.model_files import DEMO_MODEL
 
 WORDS = 4096  # different tokens that prompts are made of
@@ -53,9 +52,9 @@ class TextMaker:
         self._words: list[str] = []
         for token_id in ids.tolist():
             text = tokenizer.decode([token_id])
-            if text[:1] == " " and text[1:].isalpha() and text.isascii():
-                if tokenizer.encode(text, add_special_tokens=False).ids == [token_id]:
-                    self._words.append(text)
+            word = text[:1] == " " and text[1:].isalpha() and text.isascii()
+            if word and tokenizer.encode(text, add_special_tokens=False).ids == [token_id]:
+                self._words.append(text)
             if len(self._words) == WORDS:
                 break
 
@@ -183,18 +182,16 @@ def main() -> None:
     parser.add_argument("--slo-itl-ms", type=float, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--name", help="of the file in benchmarks/results")
-    args, serve_arguments = parser.parse_known_args()
+    args, more = parser.parse_known_args()
     longest = args.input_len + args.output_len if args.lengths == "fixed" else MAX_TOTAL
     with contextlib.ExitStack() as stack:
         settings = stack.enter_context(model_settings(args.model))
         folder = Path(settings.get("model", DEMO_MODEL))
-        if "load_format" in settings:
-            make_tokenizer(json.loads(args.model.read_text()), folder)
-            serve_arguments += ["--load-format", settings["load_format"]]
+        arguments = serve_arguments(args.model, settings)
         base_url = args.base_url
         if base_url is None:
-            limits = ["--max-model-len", str(longest)]
-            base_url = stack.enter_context(running_server([str(folder), *limits, *serve_arguments]))
+            arguments += ["--max-model-len", str(longest), *more]
+            base_url = stack.enter_context(running_server(arguments))
         rows = uvloop.run(measure(base_url, args, folder))
     model = "demo" if args.model is None else args.model.stem
     path = write_results(
