@@ -57,14 +57,13 @@ class _Stream(asyncio.Protocol):
         if self._parser.get_status_code() != 200:
             return
         for event in events:
-            if event.startswith(DONE):
-                continue
-            if b'"choices":[]' in event:
-                self.answer.usage = json.loads(event[len(DATA) :])["usage"]
-            elif b'"error":' in event:
-                self.answer.error = event[len(DATA) :].decode()
-            else:
+            if b'"text"' in event:
                 self.answer.times.append(self._now)
+            elif not event.startswith(DONE):
+                last = json.loads(event[len(DATA) :])
+                self.answer.usage = last.get("usage")
+                if "error" in last:
+                    self.answer.error = json.dumps(last["error"])
 
     def on_message_complete(self) -> None:
         status = self._parser.get_status_code()
@@ -73,8 +72,8 @@ class _Stream(asyncio.Protocol):
         self._transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self.answer.error is None and self.answer.usage is None:
-            self.answer.error = f"the connection broke: {error}"
+        if self.answer.error is None and not (self.answer.usage and self.answer.times):
+            self.answer.error = f"the stream broke off: {error}"
         if not self.done.done():
             self.done.set_result(self.answer)
 
