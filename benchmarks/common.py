@@ -57,15 +57,16 @@ def percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
     return {f"{name} p{p}": float(value) for p, value in zip(SHOWN_PERCENTILES, found, strict=True)}
 
 
+def shown(value: Any) -> str:
+    """Any value as text; floats to four figures."""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A Markdown table of objects that have the same keys; floats to four figures."""
-
-    def text(value: Any) -> str:
-        if not isinstance(value, float):
-            return str(value)
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(map(text, row.values()) for row in rows)]
+    """A Markdown table of objects that have the same keys."""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(map(shown, row.values()) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.common import RESULTS, markdown
+from benchmarks.common import RESULTS, markdown, shown
 
 
 def draw(figures: Mapping[str, Any], title: str, path: Path) -> None:
@@ -32,8 +32,8 @@ def draw(figures: Mapping[str, Any], title: str, path: Path) -> None:
     width = 0.8 / len(names)
     for place, name in enumerate(names):
         at = np.arange(len(rows)) + width * (place - (len(names) - 1) / 2)
-        bars = axes.bar(at, [row[name] for row in rows], width, label=name)
-        axes.bar_label(bars, fmt="{:,.5g}")
+        heights = [row[name] for row in rows]
+        axes.bar_label(axes.bar(at, heights, width, label=name), map(shown, heights))
     axes.set_xticks(range(len(rows)), [str(row[chart["x"]]) for row in rows])
     axes.set_xlabel(chart["x"])
     axes.set_ylabel(chart["label"])
