@@ -33,7 +33,7 @@ def draw(figures: Mapping[str, Any], title: str, path: Path) -> None:
     for place, name in enumerate(names):
         at = np.arange(len(rows)) + width * (place - (len(names) - 1) / 2)
         heights = [row[name] for row in rows]
-        axes.bar_label(axes.bar(at, heights, width, label=name), map(shown, heights))
+        axes.bar_label(axes.bar(at, heights, width, label=name), [*map(shown, heights)])
     axes.set_xticks(range(len(rows)), [str(row[chart["x"]]) for row in rows])
     axes.set_xlabel(chart["x"])
     axes.set_ylabel(chart["label"])
