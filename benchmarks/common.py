@@ -57,6 +57,12 @@ def percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
     return {f"{name} p{p}": float(value) for p, value in zip(SHOWN_PERCENTILES, found, strict=True)}
 
 
+def evenly(total: int, count: int) -> list[int]:
+    """At most `count` places out of `total`, evenly spread: the middles of equal slices."""
+    count = min(count, total)
+    return [(2 * place + 1) * total // (2 * count) for place in range(count)]
+
+
 def shown(value: Any) -> str:
     """Any value as text; floats to four figures."""
     if not isinstance(value, float):

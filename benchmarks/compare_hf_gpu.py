@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import markdown, model_settings, write_results
+from benchmarks.common import evenly, markdown, model_settings, write_results
 from benchmarks.lengths import MAX_TOTAL, Lengths, random_prompts, sharegpt
 from jaxpaged import LLM, SamplingParams
 
@@ -61,16 +61,13 @@ def ours(args: argparse.Namespace, lengths: Sequence[Lengths], num_single: int) 
         generate(llm, lengths, rng)
         runs = [generate(llm, lengths, rng) for _ in range(args.repeats)]
         by_output = sorted(lengths, key=lambda item: item.output)
-        some = [
-            by_output[(2 * place + 1) * len(by_output) // (2 * num_single)]
-            for place in range(num_single)
-        ]
+        some = [by_output[place] for place in evenly(len(by_output), num_single)]
         single = sum(generate(llm, [item], rng) for item in some)
     steps, steps_run = (sum(item.output for item in part) for part in (lengths, some))
     return {
         "seconds": runs,
         "one_by_one": {
-            "requests_run": num_single,
+            "requests_run": len(some),
             "seconds_run": single,
             "seconds": single * steps / steps_run,
         },
@@ -95,7 +92,7 @@ def main() -> None:
     args = parser.parse_args()
     lengths = sharegpt(args.requests, args.seed)
     theirs = hugging_face(args, lengths)
-    own = ours(args, lengths, min(args.most_batches, args.requests))
+    own = ours(args, lengths, args.most_batches)
     tokens = sum(item.output for item in lengths)
     our_rate = tokens / median(own["seconds"])
     single_rate = tokens / own["one_by_one"]["seconds"]

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from benchmarks.common import evenly
+
 WARM_UP_TOKENS = 4
 
 
@@ -60,14 +62,13 @@ class StaticBatches:
         by_output = sorted(lengths, key=lambda item: item[1])
         batches = [by_output[at : at + size] for at in range(0, len(by_output), size)]
         steps = [batch[-1][1] for batch in batches]
-        count = min(most_batches, len(batches))
-        run = [(2 * place + 1) * len(batches) // (2 * count) for place in range(count)]
+        run = evenly(len(batches), most_batches)
         self.seconds([prompt for prompt, _ in batches[run[0]]], WARM_UP_TOKENS)
         seconds = sum(self.seconds([prompt for prompt, _ in batches[at]], steps[at]) for at in run)
         return {
             "batch": size,
             "batches": len(batches),
-            "batches_run": count,
+            "batches_run": len(run),
             "seconds_run": seconds,
             "steps": sum(steps),
             "steps_run": sum(steps[at] for at in run),

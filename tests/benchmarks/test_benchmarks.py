@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.common import markdown, percentiles
+from benchmarks.common import evenly, markdown, percentiles
 from benchmarks.http_client import Answer, complete
 from benchmarks.lengths import MAX_TOTAL, Lengths, fixed, random_prompts, sharegpt
 from benchmarks.make_tokenizer import make_tokenizer
@@ -47,6 +47,11 @@ def test_random_prompts_have_their_lengths():
 
 def test_percentiles_are_named():
     assert percentiles("TTFT", range(101)) == {"TTFT p50": 50, "TTFT p90": 90, "TTFT p99": 99}
+
+
+def test_evenly():
+    assert evenly(16, 4) == [2, 6, 10, 14]
+    assert evenly(2, 4) == [0, 1]
 
 
 def test_table():
