@@ -13,6 +13,8 @@ import argparse
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
@@ -21,6 +23,29 @@ import numpy as np
 
 from benchmarks.common import write_results
 from jaxpaged import LLM, SamplingParams
+
+
+@contextmanager
+def dummy_llm(
+    model: Path, context: int, steps: int, max_num_seqs: int, dtype: str = "auto"
+) -> Iterator[LLM]:
+    """An engine of random weights with the sizes of a config.json, for prompts of `context`.
+
+    It compiles what its runs need when they first need it, so warm it up with the same runs.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(model, Path(folder) / "config.json")
+        with LLM(
+            folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype=dtype,
+            max_model_len=context + 2 * steps,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max(2048, max_num_seqs),
+            enforce_eager=True,
+        ) as llm:
+            yield llm
 
 
 def seconds(llm: LLM, prompts: list[list[int]], count: int) -> float:
@@ -42,18 +67,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--name", help="of the file in benchmarks/results")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copy(args.model, Path(folder) / "config.json")
-        llm = LLM(
-            folder,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype=args.dtype,
-            max_model_len=args.context + 2 * args.steps,
-            max_num_seqs=max(args.batch),
-            max_num_batched_tokens=max(2048, max(args.batch)),
-            enforce_eager=True,  # compiles what the runs below need, in the warm-up
-        )
+    with dummy_llm(args.model, args.context, args.steps, max(args.batch), args.dtype) as llm:
         draw = np.random.default_rng(0)
         rows = []
         for size in args.batch:

@@ -2,7 +2,9 @@
 
 `forward(params, state, packed) -> state` computes a bucket of tokens; `sample` turns the hidden
 rows that it left behind into tokens, which stay on the device as the next step's input. The
-state is donated, so pages, tables and tokens are updated in place.
+state is donated, so pages, tables and tokens are updated in place. What the host says of a step
+goes up in one transfer and is copied into the state: a GPU replays a step as one recorded graph,
+and would have to record it again if any of its arrays lay elsewhere than the last time.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxpaged.arrays.step_batch import StepBatch
-from jaxpaged.core.buckets import Bucket
+from jaxpaged.core.buckets import Bucket, Buckets
 from jaxpaged.models.decoder import Decoder, Params
 from jaxpaged.runtime import sampler
 from jaxpaged.runtime.packing import Packing
@@ -27,6 +29,7 @@ class EngineState(struct.PyTreeNode):
     page_tables: jax.Array  # i32[groups, max_num_seqs + 1, M] by slot; the last slot is padding's
     last_token: jax.Array  # i32[max_num_seqs + 1] the token sampled last in each slot
     hidden_RD: jax.Array  # [R, D] rows of the last forward, after the final norm
+    input_X: jax.Array  # i32 what the host says of the step: see `StepShapes.forward_offset`
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,22 @@ class StepShapes:
             )
         )
 
+    @property
+    def forward_offset(self) -> int:
+        """Where the words of `forward` start in the state's input; those of `sample` precede."""
+        rows = {"logprobs": self.max_rows}
+        return max(
+            self.sample_packing(rows.get(variant, self.max_num_seqs), variant).size
+            for variant in sampler.VARIANTS
+            if rides_along(variant)
+        )
+
+    def input_sizes(self, buckets: Buckets) -> tuple[int, ...]:
+        """Words that may go up with a step: few sizes, each the end of some steps' inputs."""
+        small = max(self.forward_packing(b).size for b in buckets.forward if b.decode_only)
+        large = max(self.forward_packing(b).size for b in buckets.forward)
+        return tuple(self.forward_offset + size for size in sorted({small, large}))
+
     def sample_packing(self, num_rows: int, variant: str) -> Packing:
         rows = (num_rows,)
         return Packing(
@@ -86,6 +105,14 @@ class StepShapes:
                 for name, tail, dtype in sampler.input_fields(variant, self.vocab)
             )
         )
+
+
+def rides_along(variant: str) -> bool:
+    """Whether the settings of `sample` go up with those of `forward`.
+
+    The full variant's do not: they hold masks, which are large and may be known only later.
+    """
+    return variant != "full"
 
 
 def update_page_tables(page_tables: jax.Array, index_X: jax.Array, page_X: jax.Array) -> jax.Array:
@@ -100,10 +127,9 @@ def forward(
     bucket: Bucket,
     params: Params,
     state: EngineState,
-    packed: jax.Array,
 ) -> EngineState:
     """Compute one bucket of tokens: write their pages, leave the sampled rows in `hidden_RD`."""
-    arrays = shapes.forward_packing(bucket).unpack(packed)
+    arrays = shapes.forward_packing(bucket).unpack(state.input_X, shapes.forward_offset)
     slot_B = arrays.pop("slot_B")
     page_tables = update_page_tables(
         state.page_tables, arrays.pop("table_index_X"), arrays.pop("table_page_X")
@@ -116,10 +142,9 @@ def forward(
     hidden_RD, kv_pages = model.apply(
         {"params": params}, batch, state.last_token, state.kv_pages, method="forward"
     )
-    return EngineState(
+    return state.replace(
         kv_pages=kv_pages,
         page_tables=page_tables,
-        last_token=state.last_token,
         hidden_RD=jax.lax.dynamic_update_slice(state.hidden_RD, hidden_RD, (0, 0)),
     )
 
@@ -134,11 +159,14 @@ def sample(
     hidden_RD: jax.Array,
     last_token: jax.Array,
     penalties: sampler.PenaltyState | None,
-    packed: jax.Array,
+    input_X: jax.Array,
 ) -> tuple[sampler.SampleOutput, jax.Array, sampler.PenaltyState | None]:
-    """Tokens (and log-probabilities) of the first `num_rows` hidden rows; updates `last_token`."""
+    """Tokens (and log-probabilities) of the first `num_rows` hidden rows; updates `last_token`.
+
+    `input_X` is the state's, or an array of its own where the settings do not ride along.
+    """
     batch = sampler.SamplingBatch.from_arrays(
-        shapes.sample_packing(num_rows, variant).unpack(packed)
+        shapes.sample_packing(num_rows, variant).unpack(input_X)
     )
     logits_RV = model.apply({"params": head_params}, hidden_RD[:num_rows], method="logits")
     out, penalties = sampler.sample(logits_RV, batch, variant, penalties, max_logprobs=max_logprobs)
@@ -146,8 +174,17 @@ def sample(
     return out, last_token.at[batch.slot_R].set(out.token_R), penalties
 
 
+def take_input(input_X: jax.Array, words_X: jax.Array) -> jax.Array:
+    """Copy what the host sent to where the step reads it."""
+    return jax.lax.dynamic_update_slice(input_X, words_X, (0,))
+
+
 def zero_state(
-    shapes: StepShapes, kv_pages: tuple[jax.Array, ...], width: int, dtype: jnp.dtype
+    shapes: StepShapes,
+    buckets: Buckets,
+    kv_pages: tuple[jax.Array, ...],
+    width: int,
+    dtype: jnp.dtype,
 ) -> EngineState:
     """The state of an engine that has computed nothing."""
     return EngineState(
@@ -157,4 +194,5 @@ def zero_state(
         ),
         last_token=jnp.zeros((shapes.max_num_seqs + 1,), jnp.int32),
         hidden_RD=jnp.zeros((shapes.max_rows, width), dtype),
+        input_X=jnp.zeros((shapes.input_sizes(buckets)[-1],), jnp.int32),
     )
