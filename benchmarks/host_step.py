@@ -35,7 +35,7 @@ from jaxpaged.engine.messages import AddRequest, StepOutputs
 from jaxpaged.engine.output_processor import OutputProcessor
 from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.models import load_spec
-from jaxpaged.runtime.batch_builder import BatchBuilder
+from jaxpaged.runtime.batch_builder import BatchBuilder, StepInput
 from jaxpaged.runtime.model_runner import InFlight, StepResult
 from jaxpaged.runtime.plan import EnginePlan, make_plan
 from jaxpaged.runtime.slot_table import SlotTable
@@ -76,15 +76,14 @@ class HostRunner:
         self._builder = BatchBuilder(plan.shapes, plan.buckets, self._slots)
         self._rng = np.random.default_rng(0)
 
-    def forward(self, scheduled: SchedulerOutput) -> Any:
-        """Pack a forward step; its bucket."""
+    def forward(self, scheduled: SchedulerOutput) -> StepInput:
+        """Pack a step and its sampling."""
         self._builder.admit(scheduled.admitted)
         self._slots.admit(scheduled.admitted)
-        return self._builder.forward(scheduled).bucket
+        return self._builder.step(scheduled)
 
-    def sample(self, scheduled: SchedulerOutput) -> InFlight:
-        """Pack a sampling step."""
-        self._builder.sample(scheduled)
+    def sample(self, scheduled: SchedulerOutput, step: StepInput) -> InFlight:
+        """Nothing is left to pack for the variants that ride along with the step."""
         return InFlight(scheduled, None, [], time.perf_counter())
 
     def collect(self, step: InFlight) -> StepResult:
@@ -135,7 +134,6 @@ def measure(
         mock.patch.object(scheduler, "schedule", watch.timed("schedule", scheduler.schedule)),
         mock.patch.object(scheduler, "update", watch.timed("update", scheduler.update)),
         mock.patch.object(runner, "forward", watch.timed("build", runner.forward)),
-        mock.patch.object(runner, "sample", watch.timed("build sampling", runner.sample)),
         mock.patch.object(runner, "collect", watch.timed("no device", runner.collect)),
     ):
         step = watch.timed("step", core.step)
@@ -155,7 +153,7 @@ def measure(
 
 def _parts(seconds: dict[str, list[float]]) -> dict[str, float]:
     us = {name: np.array(values) * 1e6 for name, values in seconds.items()}
-    apart = ("schedule", "build", "build sampling", "update")
+    apart = ("schedule", "build", "update")
     us["messages"] = us["step"] - us["no device"] - sum(us[name] for name in apart)
     us["all"] = us["step"] - us["no device"] + us["hand over"]
     names = (*apart, "messages", "hand over", "all", "front end")
