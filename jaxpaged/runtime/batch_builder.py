@@ -11,7 +11,7 @@ from jaxpaged.core.buckets import Bucket, Buckets
 from jaxpaged.core.scheduler import ScheduledSequence, SchedulerOutput
 from jaxpaged.core.sequence import SequenceState
 from jaxpaged.runtime.slot_table import SCORING, SlotTable
-from jaxpaged.runtime.step import StepShapes, rides_along
+from jaxpaged.runtime.step import NO_ENTRY, StepShapes, rides_along
 from jaxpaged.runtime.token_masks import next_token_mask
 
 TABLE_UPDATES = 4096  # page-table entries one upload before a step carries
@@ -40,7 +40,7 @@ class StepInput:
     """Host side of a step."""
 
     bucket: Bucket
-    words_X: np.ndarray  # front of the state's `input_X`
+    words_X: np.ndarray | None  # front of the state's `input_X`; None: the device has it
     table_uploads: list[tuple[np.ndarray, np.ndarray]]  # (index_X, page_X) to write beforehand
     sampling: Sampling | None  # None: no row is wanted, every chunk ends inside its prompt
 
@@ -54,6 +54,7 @@ class BatchBuilder:
         self._slots = slots
         self._sent = np.zeros((shapes.num_groups, shapes.max_num_seqs), np.int64)
         self._packings = {bucket: shapes.forward_packing(bucket) for bucket in buckets.forward}
+        self._on_device: np.ndarray | None = None  # front of the state's `input_X`
         self._offset, self._sizes = shapes.forward_offset, shapes.input_sizes(buckets)
 
     def admit(self, sequences: Sequence[SequenceState]) -> None:
@@ -79,13 +80,16 @@ class BatchBuilder:
         sampling = self._sampling(scheduled)
         if sampling is not None and rides_along(sampling.variant):
             self._fill_sampling(sampling, words_X)
-        return StepInput(bucket, words_X, uploads, sampling)
+        known = self._on_device is not None and np.array_equal(self._on_device, words_X)
+        next_input = self._shapes.next_input
+        self._on_device = next_input(bucket, words_X) if bucket.decode_only else words_X
+        return StepInput(bucket, None if known else words_X, uploads, sampling)
 
     def padded_step(self, bucket: Bucket) -> np.ndarray:
         """Input of a step of nothing, whatever variant samples it."""
         words_X, views = self._new_step(bucket)
         views["slot_B"][:] = self._shapes.null_slot
-        views["table_index_X"][:] = np.iinfo(np.int32).max
+        views["table_index_X"][:] = NO_ENTRY
         words_X[: self._offset] = self._shapes.null_slot
         return words_X
 
@@ -162,13 +166,13 @@ class BatchBuilder:
         uploads = []
         for start in range(0, extra, TABLE_UPDATES):
             end = min(start + TABLE_UPDATES, extra)
-            index = np.full(TABLE_UPDATES, np.iinfo(np.int32).max, np.int32)
+            index = np.full(TABLE_UPDATES, NO_ENTRY, np.int32)
             page = np.zeros(TABLE_UPDATES, np.int32)
             index[: end - start], page[: end - start] = indices[start:end], pages[start:end]
             uploads.append((index, page))
         count = len(indices) - extra
         index_X[:count], page_X[:count] = indices[extra:], pages[extra:]
-        index_X[count:] = np.iinfo(np.int32).max
+        index_X[count:] = NO_ENTRY
         return uploads
 
     def _sampling(self, scheduled: Sequence[ScheduledSequence]) -> Sampling | None:
@@ -203,7 +207,6 @@ class BatchBuilder:
         slots = np.fromiter((item.slot for item in sampled), np.int64, count)
         views["slot_R"][:] = self._shapes.null_slot
         views["slot_R"][:count] = slots
-        views["position_R"][:count] = [item.start + item.num_tokens for item in sampled]
         views["target_R"][:] = 0  # padding asks for a token's log-probability: draws nothing
         views["target_R"][:count] = -1
         views["target_R"][count : count + len(prompt_rows)] = [

@@ -114,7 +114,8 @@ class ModelRunner:
                 self._state.page_tables, self._put(index_X), self._put(page_X)
             )
             self._state = self._state.replace(page_tables=tables)
-        self._take_input(step.words_X)
+        if step.words_X is not None:
+            self._take_input(step.words_X)
         self._run_forward(step.bucket)
         return step
 
@@ -158,6 +159,7 @@ class ModelRunner:
         out, last_token, penalties = self.executables[key](
             self._head_params,
             self._state.hidden_RD,
+            self._state.position_R,
             self._state.last_token,
             self._penalties if full else None,
             self._state.input_X if late_X is None else self._put(late_X),

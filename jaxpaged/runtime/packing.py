@@ -26,6 +26,16 @@ class Packing:
         """Length of the buffer in 32-bit words."""
         return sum(math.prod(shape) for _, shape, _ in self.fields)
 
+    def bounds(self, name: str) -> tuple[int, int]:
+        """First word of an array, and the word after its last."""
+        start = 0
+        for other, shape, _ in self.fields:
+            end = start + math.prod(shape)
+            if other == name:
+                return start, end
+            start = end
+        raise KeyError(name)
+
     def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
         """Writable views, by name, into the front of a host buffer of int32."""
         views, start = {}, 0

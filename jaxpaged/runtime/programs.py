@@ -111,13 +111,14 @@ class Programs:
                     (
                         abstract(head_params(self.params)),
                         state.hidden_RD,
+                        state.position_R,
                         state.last_token,
                         abstract(self.penalties) if variant == "full" else None,
                         state.input_X
                         if rides_along(variant)
                         else _words(self.shapes.sample_packing(num_rows, variant).size),
                     ),
-                    donate=(2, 3),
+                    donate=(3, 4),
                     out_shardings=whole,
                 )
             case TakeInput(size):

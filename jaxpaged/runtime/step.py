@@ -10,9 +10,11 @@ and would have to record it again if any of its arrays lay elsewhere than the la
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from jaxpaged.arrays.step_batch import StepBatch
@@ -20,6 +22,8 @@ from jaxpaged.core.buckets import Bucket, Buckets
 from jaxpaged.models.decoder import Decoder, Params
 from jaxpaged.runtime import sampler
 from jaxpaged.runtime.packing import Packing
+
+NO_ENTRY = int(np.iinfo(np.int32).max)  # in place of a page-table index: beyond every table
 
 
 class EngineState(struct.PyTreeNode):
@@ -29,6 +33,7 @@ class EngineState(struct.PyTreeNode):
     page_tables: jax.Array  # i32[groups, max_num_seqs + 1, M] by slot; the last slot is padding's
     last_token: jax.Array  # i32[max_num_seqs + 1] the token sampled last in each slot
     hidden_RD: jax.Array  # [R, D] rows of the last forward, after the final norm
+    position_R: jax.Array  # i32 position of the token that such a row leads to
     input_X: jax.Array  # i32 what the host says of the step: see `StepShapes.forward_offset`
 
 
@@ -97,6 +102,27 @@ class StepShapes:
         large = max(self.forward_packing(b).size for b in buckets.forward)
         return tuple(self.forward_offset + size for size in sorted({small, large}))
 
+    def next_input(self, bucket: Bucket, words_X: Any) -> Any:
+        """Input of the step that follows a decode step, all going on as it is: the same sequences,
+        each a token further, and no page new.
+
+        The device makes it for itself, the host to know what the device has: NumPy or JAX words,
+        the front of the state's input.
+        """
+        xp = np if isinstance(words_X, np.ndarray) else jnp
+        packing = self.forward_packing(bucket)
+        words = words_X[self.forward_offset : self.forward_offset + packing.size]
+        at = xp.arange(packing.size)
+        num_seqs = words[packing.bounds("num_seqs")[0]]
+        for name in ("position_T", "kv_len_B"):
+            start, _ = packing.bounds(name)
+            words = words + ((at >= start) & (at < start + num_seqs)).astype(xp.int32)
+        for name, nothing in (("table_index_X", NO_ENTRY), ("table_page_X", 0)):
+            start, end = packing.bounds(name)
+            words = xp.where((at >= start) & (at < end), nothing, words)
+        sampling, rest = words_X[: self.forward_offset], words_X[self.forward_offset + words.size :]
+        return xp.concatenate((sampling, words.astype(xp.int32), rest))
+
     def sample_packing(self, num_rows: int, variant: str) -> Packing:
         rows = (num_rows,)
         return Packing(
@@ -146,6 +172,10 @@ def forward(
         kv_pages=kv_pages,
         page_tables=page_tables,
         hidden_RD=jax.lax.dynamic_update_slice(state.hidden_RD, hidden_RD, (0, 0)),
+        position_R=jax.lax.dynamic_update_slice(
+            state.position_R, batch.position_T[batch.row_R] + 1, (0,)
+        ),
+        input_X=shapes.next_input(bucket, state.input_X) if bucket.decode_only else state.input_X,
     )
 
 
@@ -157,6 +187,7 @@ def sample(
     max_logprobs: int,
     head_params: Params,
     hidden_RD: jax.Array,
+    position_R: jax.Array,
     last_token: jax.Array,
     penalties: sampler.PenaltyState | None,
     input_X: jax.Array,
@@ -165,9 +196,8 @@ def sample(
 
     `input_X` is the state's, or an array of its own where the settings do not ride along.
     """
-    batch = sampler.SamplingBatch.from_arrays(
-        shapes.sample_packing(num_rows, variant).unpack(input_X)
-    )
+    settings = shapes.sample_packing(num_rows, variant).unpack(input_X)
+    batch = sampler.SamplingBatch.from_arrays({"position_R": position_R[:num_rows], **settings})
     logits_RV = model.apply({"params": head_params}, hidden_RD[:num_rows], method="logits")
     out, penalties = sampler.sample(logits_RV, batch, variant, penalties, max_logprobs=max_logprobs)
     # Rows that sample nothing carry the null slot.
@@ -194,5 +224,6 @@ def zero_state(
         ),
         last_token=jnp.zeros((shapes.max_num_seqs + 1,), jnp.int32),
         hidden_RD=jnp.zeros((shapes.max_rows, width), dtype),
+        position_R=jnp.zeros((shapes.max_rows,), jnp.int32),
         input_X=jnp.zeros((shapes.input_sizes(buckets)[-1],), jnp.int32),
     )
