@@ -97,27 +97,28 @@ def main() -> None:
     with dummy_llm(args.model, args.context, args.steps, max(args.batch), args.dtype) as llm:
         layers = json.loads(args.model.read_text())["num_hidden_layers"]
         draw = np.random.default_rng(0)
-        rows = []
+        traced, rows = [], []
         for size in args.batch:
             prompts = draw.integers(0, llm.info.vocab_size, (size, args.context)).tolist()
             for count in (1, 1 + args.steps, 1 + args.steps):
                 seconds(llm, prompts, count)  # compiles, fills the prefix cache
-            row = {"batch": size, **trace_step(llm, prompts, args.steps, layers)}
-            rows.append(row)
+            step = {"batch": size, **trace_step(llm, prompts, args.steps, layers)}
+            traced.append(step)
+            rows.append({key: value for key, value in step.items() if key != "by_name"})
             print(
-                f"batch {size}: {row['kernels']} kernels, {row['kernels_per_layer']} a layer, "
-                f"busy {row['busy_us']} of {row['span_us']} us"
+                f"batch {size}: {step['kernels']} kernels, {step['kernels_per_layer']} a layer, "
+                f"busy {step['busy_us']} of {step['span_us']} us"
             )
-            for entry in row["by_name"]:
+            for entry in step["by_name"]:
                 print(f"  {entry['count']:7.1f} x {entry['name']:60} {entry['us']:9.1f} us")
         write_results(
             args.name or f"profile_step_{args.model.stem}",
             {
-                "card": jax.devices()[0].device_kind,
                 "model": args.model.stem,
                 "attention_backend": llm.info.attention_backend,
                 "context": args.context,
-                "steps": rows,
+                "steps": traced,
+                "rows": rows,
             },
         )
 
