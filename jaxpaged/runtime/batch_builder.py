@@ -81,8 +81,9 @@ class BatchBuilder:
         if sampling is not None and rides_along(sampling.variant):
             self._fill_sampling(sampling, words_X)
         known = self._on_device is not None and np.array_equal(self._on_device, words_X)
-        next_input = self._shapes.next_input
-        self._on_device = next_input(bucket, words_X) if bucket.decode_only else words_X
+        self._on_device = words_X.copy()  # the transfer may still read the other
+        if bucket.decode_only:
+            self._shapes.count_on(self._packings[bucket].views(self._on_device[self._offset :]))
         return StepInput(bucket, None if known else words_X, uploads, sampling)
 
     def padded_step(self, bucket: Bucket) -> np.ndarray:

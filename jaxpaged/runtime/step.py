@@ -10,7 +10,6 @@ and would have to record it again if any of its arrays lay elsewhere than the la
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +23,9 @@ from jaxpaged.runtime import sampler
 from jaxpaged.runtime.packing import Packing
 
 NO_ENTRY = int(np.iinfo(np.int32).max)  # in place of a page-table index: beyond every table
+# From a decode step to the next: what grows by one a sequence, and what says that no page is new.
+GROWING = ("position_T", "kv_len_B")
+NO_NEWS = {"table_index_X": NO_ENTRY, "table_page_X": 0}
 
 
 class EngineState(struct.PyTreeNode):
@@ -102,26 +104,30 @@ class StepShapes:
         large = max(self.forward_packing(b).size for b in buckets.forward)
         return tuple(self.forward_offset + size for size in sorted({small, large}))
 
-    def next_input(self, bucket: Bucket, words_X: Any) -> Any:
-        """Input of the step that follows a decode step, all going on as it is: the same sequences,
-        each a token further, and no page new.
-
-        The device makes it for itself, the host to know what the device has: NumPy or JAX words,
-        the front of the state's input.
+    def next_input(self, bucket: Bucket, input_X: jax.Array) -> jax.Array:
+        """Input of the step after a decode step if all goes on as it is: the same sequences, each
+        a token further, and no page new. The device makes it for itself.
         """
-        xp = np if isinstance(words_X, np.ndarray) else jnp
-        packing = self.forward_packing(bucket)
-        words = words_X[self.forward_offset : self.forward_offset + packing.size]
-        at = xp.arange(packing.size)
+        start, packing = self.forward_offset, self.forward_packing(bucket)
+        words = input_X[start : start + packing.size]
+        at = jnp.arange(packing.size)
         num_seqs = words[packing.bounds("num_seqs")[0]]
-        for name in ("position_T", "kv_len_B"):
-            start, _ = packing.bounds(name)
-            words = words + ((at >= start) & (at < start + num_seqs)).astype(xp.int32)
-        for name, nothing in (("table_index_X", NO_ENTRY), ("table_page_X", 0)):
-            start, end = packing.bounds(name)
-            words = xp.where((at >= start) & (at < end), nothing, words)
-        sampling, rest = words_X[: self.forward_offset], words_X[self.forward_offset + words.size :]
-        return xp.concatenate((sampling, words.astype(xp.int32), rest))
+        for name in GROWING:
+            first, _ = packing.bounds(name)
+            words += ((at >= first) & (at < first + num_seqs)).astype(jnp.int32)
+        for name, nothing in NO_NEWS.items():
+            first, end = packing.bounds(name)
+            words = jnp.where((at >= first) & (at < end), nothing, words)
+        return jax.lax.dynamic_update_slice(input_X, words, (start,))
+
+    @staticmethod
+    def count_on(views: dict[str, np.ndarray]) -> None:
+        """The same in place on the host, which so knows what the device has."""
+        num_seqs = int(views["num_seqs"])
+        for name in GROWING:
+            views[name][:num_seqs] += 1
+        for name, nothing in NO_NEWS.items():
+            views[name][:] = nothing
 
     def sample_packing(self, num_rows: int, variant: str) -> Packing:
         rows = (num_rows,)

@@ -21,8 +21,10 @@ def test_the_input_counts_on_alike_on_host_and_device(bucket) -> None:
     packing = SHAPES.forward_packing(bucket)
     before = packing.views(words_X[SHAPES.forward_offset :])
     before["num_seqs"][...] = num_seqs
-    next_X = SHAPES.next_input(bucket, words_X)
-    np.testing.assert_array_equal(next_X, SHAPES.next_input(bucket, jnp.asarray(words_X)))
+    next_X = np.asarray(SHAPES.next_input(bucket, jnp.asarray(words_X)))
+    counted_X = words_X.copy()
+    SHAPES.count_on(packing.views(counted_X[SHAPES.forward_offset :]))
+    np.testing.assert_array_equal(next_X, counted_X)
 
     assert next_X.dtype == np.int32 and next_X.size == words_X.size
     after = packing.views(next_X[SHAPES.forward_offset :])
