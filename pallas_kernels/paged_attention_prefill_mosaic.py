@@ -1,16 +1,16 @@
 """Ragged causal flash attention over pages for Hopper, in Pallas' Mosaic GPU dialect.
 
-A block serves all query heads of one KV head for a tile of query tokens of one sequence. Two
-warpgroups of 64 rows each compute; a third one brings pages in by TMA, a page of one KV head at a
-time, through a ring of blocks of keys and of values. The computing warpgroups take turns: one
-multiplies while the other one does its softmax.
+A block of threads serves all query heads of one KV head for a tile of query tokens of one
+sequence. Two warpgroups of 64 rows (token, head) each compute; a third one brings pages in by TMA,
+a page of one KV head at a time, through a ring of blocks of keys and of values. The computing
+warpgroups take turns: one multiplies while the other one does its softmax.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -22,9 +22,15 @@ from pallas_kernels.flash import LOG2_E, MASKED, SMALLEST_SUM, Scoring, check_op
 from pallas_kernels.paged_attention_prefill import _tiles
 
 ROWS = 64  # of a warpgroup: what the tensor core's instruction takes
-LANES = 64  # elements of half precision in a swizzled line of shared memory
+LANES = 64  # elements of half precision in a line of swizzled shared memory
+WARPGROUPS = 2  # that compute
+# Below all scores, far above MASKED times their factor: a masked key weighs 0 also before a row
+# has seen any, where the two would only nearly cancel.
+LOWEST = -1e20
 SWIZZLE = plgpu.SwizzleTransform(128)
 TILED = (plgpu.TilingTransform((8, LANES)), SWIZZLE)
+# A warpgroup's registers a thread; the three share 64 Ki.
+COMPUTE_REGISTERS, LOAD_REGISTERS = 232, 40
 
 
 @dataclass(frozen=True)
@@ -32,17 +38,22 @@ class TuningConfig:
     """How the kernel is laid out on the card; never changes what it computes.
 
     Attributes:
-        block_keys: keys folded at once, a multiple of 64 and of the page size.
-        num_stages: blocks of keys and of values in flight.
+        block_keys: keys folded at once, 64 or 128.
+        num_stages: blocks of keys and of values in flight, from 2.
     """
 
     block_keys: int
     num_stages: int
-    overlap: bool = False
-    pingpong: bool = True
+
+    def __post_init__(self) -> None:
+        if self.block_keys not in (64, 128):
+            raise ValueError(f"block_keys must be 64 or 128, got {self.block_keys}")
+        if self.num_stages < 2:
+            raise ValueError(f"num_stages must be at least 2, got {self.num_stages}")
 
 
 def tuning_config(*, H: int) -> TuningConfig:
+    """The setting for heads of H (H200)."""
     return TuningConfig(64, 2) if H == 256 else TuningConfig(128, 2)
 
 
@@ -59,15 +70,23 @@ def paged_attention_prefill_mosaic(
     window: int | None = None,
     softcap: float | None = None,
     config: TuningConfig | None = None,
-    interpret: Any = None,
 ) -> jax.Array:
+    """As `paged_attention_prefill.paged_attention_prefill`, on compute capability 9.0 alone.
+
+    There is no interpret mode: that of this dialect knows no two views of one shared memory.
+
+    Raises:
+        ValueError: queries and pages that are not both bfloat16 or both float16, head dims other
+            than 64, 128 and 256, pages of other than 16, 32 or 64 tokens, and what the other
+            kernel refuses.
+    """
     check_operands(q_TNH, pages_P2KSH, page_table_BM, kv_len_B)
     T, N, H = q_TNH.shape
-    P, _, K, S, _ = pages_P2KSH.shape
+    _, _, K, S, _ = pages_P2KSH.shape
     dtype = q_TNH.dtype
     if dtype != pages_P2KSH.dtype or dtype not in (jnp.bfloat16, jnp.float16):
         raise ValueError(
-            f"queries and pages must both be bfloat16 or float16, "
+            "queries and pages must both be bfloat16 or both float16, "
             f"got {dtype} and {pages_P2KSH.dtype}"
         )
     if H not in (64, 128, 256):
@@ -75,50 +94,118 @@ def paged_attention_prefill_mosaic(
     if S not in (16, 32, 64):
         raise ValueError(f"the page size must be 16, 32 or 64, got {S}")
     config = config or tuning_config(H=H)
-    G = N // K
-    tokens = ROWS // G
-    # A copy of queries spans a warpgroup's tokens, which the array must not be shorter than.
-    q_TKGH = jnp.pad(q_TNH, ((0, max(0, tokens - T)), (0, 0), (0, 0))).reshape(-1, K, G, H)
+    tokens = ROWS * K // N
+    # A copy spans a warpgroup's tokens, which the array must not be shorter than.
+    q_TNH = jnp.pad(q_TNH, ((0, max(0, tokens - T)), (0, 0), (0, 0)))
     tile_X4 = _tiles(
-        query_start_B1, kv_len_B, num_decodes, num_seqs, T=q_TKGH.shape[0], tokens=2 * tokens
+        query_start_B1,
+        kv_len_B,
+        num_decodes,
+        num_seqs,
+        T=q_TNH.shape[0],
+        tokens=WARPGROUPS * tokens,
     )
-    ring = plgpu.SMEM((config.num_stages, config.block_keys, H), dtype, transforms=TILED)
-    chunks = H // LANES
-    pages = config.block_keys // S
-    rows = plgpu.RefUnion(
-        plgpu.SMEM((2, chunks, ROWS, LANES), dtype, transforms=TILED),
-        [
-            [
-                plgpu.SMEM((tokens, G, LANES), dtype, transforms=(SWIZZLE,))
-                for _ in range(chunks)
-            ]
-            for _ in range(2)
-        ],
-    )
-    landed = plgpu.Barrier(num_barriers=config.num_stages, num_arrivals=pages)
-    consumed = plgpu.Barrier(num_barriers=config.num_stages, num_arrivals=2)
+    q_TKGH = q_TNH.reshape(-1, K, N // K, H)
     out_TKGH = plgpu.kernel(
-        partial(_kernel, scoring=Scoring(scale, window, softcap), config=config),
+        partial(_kernel, scoring=Scoring(scale, window, softcap)),
         out_type=jax.ShapeDtypeStruct(q_TKGH.shape, dtype),
-        scratch_types=(
-            rows,
-            ring,
-            ring,
-            plgpu.Barrier(num_barriers=2, num_arrivals=chunks),
-            landed,
-            landed,
-            consumed,
-            consumed,
-            plgpu.Barrier(num_arrivals=2),
-        ),
+        scratch_types=(_scratch(config, G=N // K, S=S, H=H, dtype=dtype),),
         grid=(tile_X4.shape[0] * K,),
         grid_names=("tile",),
-        num_threads=3,
+        num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        **({} if interpret is None else {"interpret": interpret}),
-    )(tile_X4, q_TKGH, pages_P2KSH.reshape(P * 2 * K, S, H), page_table_BM, kv_len_B)
-    return out_TKGH[:T].reshape(T, N, H)
+    )(tile_X4, q_TKGH, pages_P2KSH.reshape(-1, S, H), page_table_BM, kv_len_B)
+    return out_TKGH.reshape(-1, N, H)[:T]
+
+
+class _Scratch(NamedTuple):
+    """Shared memory and barriers of a block of threads."""
+
+    rows: Any  # queries, then outputs: see `_scratch`
+    k: Any  # [stages, C, H]
+    v: Any
+    q_landed: Any  # per warpgroup
+    k_landed: Any  # per stage, as all below
+    v_landed: Any
+    k_consumed: Any
+    v_consumed: Any
+    turn: Any  # to use the tensor cores
+
+
+def _scratch(config: TuningConfig, *, G: int, S: int, H: int, dtype: Any) -> _Scratch:
+    """What `_kernel` is given.
+
+    Rows lie in chunks of 64 lanes. One view of them, [warpgroup, chunk, row, lane], is for the
+    tensor core, the other one, of [token, head, lane] for each warpgroup and chunk, for TMA. They
+    share the memory: lines of 128 bytes in the same order, swizzled by their addresses alone.
+    """
+    stages, chunks = config.num_stages, H // LANES
+    chunk = plgpu.SMEM((ROWS // G, G, LANES), dtype, transforms=(SWIZZLE,))
+    ring = plgpu.SMEM((stages, config.block_keys, H), dtype, transforms=TILED)
+    landed = plgpu.Barrier(num_barriers=stages, num_arrivals=config.block_keys // S)
+    consumed = plgpu.Barrier(num_barriers=stages, num_arrivals=WARPGROUPS)
+    return _Scratch(
+        rows=plgpu.RefUnion(
+            plgpu.SMEM((WARPGROUPS, chunks, ROWS, LANES), dtype, transforms=TILED),
+            [[chunk] * chunks for _ in range(WARPGROUPS)],
+        ),
+        k=ring,
+        v=ring,
+        q_landed=plgpu.Barrier(num_barriers=WARPGROUPS, num_arrivals=chunks),
+        k_landed=landed,
+        v_landed=landed,
+        k_consumed=consumed,
+        v_consumed=consumed,
+        turn=plgpu.Barrier(num_arrivals=WARPGROUPS),
+    )
+
+
+class _Tile(NamedTuple):
+    """Consecutive tokens of a sequence, for one KV head."""
+
+    b: Any
+    k: Any
+    row: Any  # of the first token
+    rows: Any  # tokens; 0: no tile
+    position: Any  # of the first token
+    first_page: Any  # pages that some token sees
+    last_page: Any
+    first_key: Any  # of the first page
+    begin: Any  # blocks that some token sees
+    begin_all: Any  # blocks that all tokens see whole
+    end_all: Any
+    end: Any
+
+
+def _tile(tile_ref: Any, *, K: int, S: int, block: int, window: int | None) -> _Tile:
+    pid = lax.axis_index("tile")
+    x, k = lax.div(pid, K), lax.rem(pid, K)
+    b, row, rows, position = (tile_ref[x, i] for i in range(4))
+    last = position + rows - 1
+    end = lax.div(last + block, block)
+    first_page: Any = 0
+    begin: Any = 0
+    begin_all: Any = 0
+    if window is not None:
+        first_seen = jnp.maximum(position - (window - 1), 0)
+        first_seen_by_last = jnp.maximum(last - (window - 1), 0)
+        first_page, begin = lax.div(first_seen, S), lax.div(first_seen, block)
+        begin_all = jnp.minimum(lax.div(first_seen_by_last + (block - 1), block), end)
+    return _Tile(
+        b,
+        k,
+        row,
+        rows,
+        position,
+        first_page,
+        last_page=lax.div(last, S),
+        first_key=first_page * S,
+        begin=begin,
+        begin_all=begin_all,
+        end_all=jnp.clip(lax.div(jnp.maximum(position + 1, 0), block), begin_all, end),
+        end=end,
+    )
 
 
 def _kernel(
@@ -128,216 +215,157 @@ def _kernel(
     page_table_ref: Any,
     kv_len_ref: Any,
     out_ref: Any,
-    rows_smem: Any,
-    k_smem: Any,
-    v_smem: Any,
-    q_landed: Any,
-    k_landed: Any,
-    v_landed: Any,
-    k_consumed: Any,
-    v_consumed: Any,
-    turn: Any,
+    scratch: _Scratch,
     *,
     scoring: Scoring,
-    config: TuningConfig,
 ) -> None:
-    _, K, G, H = q_ref.shape
-    S = pages_ref.shape[1]
-    tokens, block, stages = ROWS // G, config.block_keys, config.num_stages
-    pid, warpgroup = lax.axis_index("tile"), lax.axis_index("warpgroup")
-    x, k = lax.div(pid, K), lax.rem(pid, K)
-    b, row, rows, position = (tile_ref[x, i] for i in range(4))
-    last = position + rows - 1
-    kv_len = kv_len_ref[b]
-    window = scoring.window
+    _, K, G, _ = q_ref.shape
+    tile = _tile(
+        tile_ref, K=K, S=pages_ref.shape[1], block=scratch.k.shape[1], window=scoring.window
+    )
+    warpgroup = lax.axis_index("warpgroup")
 
-    def first_key(position: Any) -> Any:
-        return 0 if window is None else jnp.maximum(position - (window - 1), 0)
-
-    begin = 0 if window is None else lax.div(first_key(position), block)
-    end = lax.div(last + block, block)
-
-    operand_smem, copy_smems = rows_smem
-
-    @pl.when((rows > 0) & (warpgroup < 2))
-    def _compute() -> None:
-        plgpu.set_max_registers(232, action="increase")
-        first_row = row + warpgroup * tokens
-        for w in range(2):
-
-            @pl.when(warpgroup == w)
-            def _(w: int = w) -> None:
-                for c, smem in enumerate(copy_smems[w]):
-                    plgpu.copy_gmem_to_smem(
-                        q_ref.at[pl.ds(first_row, tokens), k, :, pl.ds(c * LANES, LANES)],
-                        smem,
-                        q_landed.at[w],
-                    )
-
-        plgpu.barrier_wait(q_landed.at[warpgroup])
-        position_w = position + warpgroup * tokens
-        out_RH, _, sum_R = _attend(
-            operand_smem.at[warpgroup],
-            k_smem,
-            v_smem,
-            k_landed,
-            v_landed,
-            k_consumed,
-            v_consumed,
-            turn,
-            first=warpgroup == 0,
-            position=position_w,
-            kv_len=kv_len,
-            begin=begin,
-            # blocks that all rows see whole
-            begin_all=(
-                begin
-                if window is None
-                else jnp.minimum(lax.div(first_key(last) + (block - 1), block), end)
-            ),
-            end_all=lax.div(jnp.maximum(position + 1, 0), block),
-            end=end,
+    @pl.when((tile.rows > 0) & (warpgroup < WARPGROUPS))
+    def compute() -> None:
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        before = warpgroup * (ROWS // G)
+        _load_queries(scratch, q_ref.at[:, tile.k], tile.row + before, warpgroup)
+        out_RH = _attend(
+            scratch,
+            tile,
+            warpgroup,
+            position=tile.position + before,
+            kv_len=kv_len_ref[tile.b],
             G=G,
             scoring=scoring,
-            config=config,
         )
-        out_RH *= lax.broadcast_in_dim(1 / jnp.maximum(sum_R, SMALLEST_SUM), out_RH.shape, [0])
-        out_RH = out_RH.astype(q_ref.dtype)
-        for c in range(H // LANES):
-            operand_smem[warpgroup, c] = out_RH[:, c * LANES : (c + 1) * LANES]
-        plgpu.commit_smem()
-        rows_w = jnp.clip(rows - warpgroup * tokens, 0, tokens)
-        for w in range(2):
-            for c, smem in enumerate(copy_smems[w]):
+        _store_rows(
+            scratch,
+            out_ref.at[:, tile.k],
+            tile.row + before,
+            jnp.clip(tile.rows - before, 0, ROWS // G),
+            warpgroup,
+            out_RH.astype(out_ref.dtype),
+        )
+
+    @pl.when((tile.rows > 0) & (warpgroup == WARPGROUPS))
+    def load() -> None:
+        plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
+        _load_pages(scratch, tile, pages_ref, page_table_ref, K)
+
+
+def _load_pages(
+    scratch: _Scratch, tile: _Tile, pages_ref: Any, page_table_ref: Any, K: int
+) -> None:
+    """Keep the rings of keys and values filled; `pages_ref` is [P * 2 * K, S, H]."""
+    stages, block, _ = scratch.k.shape
+    S = pages_ref.shape[1]
+
+    @pl.loop(tile.begin, tile.end)
+    def fill(i: Any) -> None:
+        n = i - tile.begin
+        slot = lax.rem(n, stages)
+        # Pages that no row sees are not read: they may be anything.
+        column_J = [
+            jnp.clip(i * (block // S) + j, tile.first_page, tile.last_page)
+            for j in range(block // S)
+        ]
+        page_J = [page_table_ref[tile.b, column] * 2 * K + tile.k for column in column_J]
+        for offset, ring, landed, consumed in (
+            (0, scratch.k, scratch.k_landed, scratch.k_consumed),
+            (K, scratch.v, scratch.v_landed, scratch.v_consumed),
+        ):
+
+            @pl.when(n >= stages)
+            def _(consumed: Any = consumed) -> None:
+                plgpu.barrier_wait(consumed.at[slot])
+
+            for j, page in enumerate(page_J):
+                to = ring.at[slot, pl.ds(j * S, S)]
+                plgpu.copy_gmem_to_smem(pages_ref.at[page + offset], to, landed.at[slot])
+
+
+def _load_queries(scratch: _Scratch, q_TGH: Any, first: Any, warpgroup: Any) -> None:
+    """Bring a warpgroup's tokens in, and wait for them."""
+    _, chunks = scratch.rows
+    for w in range(WARPGROUPS):
+
+        @pl.when(warpgroup == w)
+        def _(w: int = w) -> None:
+            for c, chunk in enumerate(chunks[w]):
                 lanes = pl.ds(c * LANES, LANES)
+                source = q_TGH.at[pl.ds(first, chunk.shape[0]), :, lanes]
+                plgpu.copy_gmem_to_smem(source, chunk, scratch.q_landed.at[w])
 
-                @pl.when((warpgroup == w) & (rows_w == tokens))
-                def _(smem: Any = smem, lanes: Any = lanes) -> None:
-                    plgpu.copy_smem_to_gmem(
-                        smem, out_ref.at[pl.ds(first_row, tokens), k, :, lanes]
-                    )
+    plgpu.barrier_wait(scratch.q_landed.at[warpgroup])
 
-                @pl.when((warpgroup == w) & (rows_w < tokens))
-                def _(smem: Any = smem, lanes: Any = lanes) -> None:
-                    @pl.loop(0, rows_w)
-                    def _(t: jax.Array) -> None:
-                        plgpu.copy_smem_to_gmem(smem.at[t], out_ref.at[first_row + t, k, :, lanes])
 
-        plgpu.wait_smem_to_gmem(0)
+def _store_rows(
+    scratch: _Scratch, out_TGH: Any, first: Any, count: Any, warpgroup: Any, out_RH: jax.Array
+) -> None:
+    """Write a warpgroup's first `count` tokens: those behind them are another tile's."""
+    rows_smem, chunks = scratch.rows
+    for c in range(len(chunks[0])):
+        rows_smem[warpgroup, c] = out_RH[:, c * LANES : (c + 1) * LANES]
+    plgpu.commit_smem()
+    for w in range(WARPGROUPS):
+        for c, chunk in enumerate(chunks[w]):
+            lanes, tokens = pl.ds(c * LANES, LANES), chunk.shape[0]
 
-    @pl.when((rows > 0) & (warpgroup == 2))
-    def _load() -> None:
-        plgpu.set_max_registers(40, action="decrease")
+            @pl.when((warpgroup == w) & (count == tokens))
+            def whole(chunk: Any = chunk, lanes: Any = lanes, tokens: int = tokens) -> None:
+                plgpu.copy_smem_to_gmem(chunk, out_TGH.at[pl.ds(first, tokens), :, lanes])
 
-        @pl.loop(begin, end)
-        def _(i: jax.Array) -> None:
-            slot = lax.rem(i - begin, stages)
-            refilled = i - begin >= stages
-            # Pages that no row sees are not read: others may hold anything.
-            column_J = [
-                jnp.clip(i * (block // S) + j, lax.div(first_key(position), S) if window is not None else 0, lax.div(last, S))
-                for j in range(block // S)
-            ]
-            page_J = [(page_table_ref[b, column] * 2) * K + k for column in column_J]
-            for offset, smem, landed, consumed in (
-                (0, k_smem, k_landed, k_consumed),
-                (K, v_smem, v_landed, v_consumed),
-            ):
+            @pl.when((warpgroup == w) & (count < tokens))
+            def part(chunk: Any = chunk, lanes: Any = lanes) -> None:
+                @pl.loop(0, count)
+                def _(t: Any) -> None:
+                    plgpu.copy_smem_to_gmem(chunk.at[t], out_TGH.at[first + t, :, lanes])
 
-                @pl.when(refilled)
-                def _(consumed: Any = consumed) -> None:
-                    plgpu.barrier_wait(consumed.at[slot])
-
-                for j, page in enumerate(page_J):
-                    plgpu.copy_gmem_to_smem(
-                        pages_ref.at[page + offset],
-                        smem.at[slot, pl.ds(j * S, S)],
-                        landed.at[slot],
-                    )
+    plgpu.wait_smem_to_gmem(0)
 
 
 def _attend(
-    q_smem: Any,
-    k_smem: Any,
-    v_smem: Any,
-    k_landed: Any,
-    v_landed: Any,
-    k_consumed: Any,
-    v_consumed: Any,
-    turn: Any,
+    scratch: _Scratch,
+    tile: _Tile,
+    warpgroup: Any,
     *,
-    first: Any,
     position: Any,
     kv_len: Any,
-    begin: Any,
-    begin_all: Any,
-    end_all: Any,
-    end: Any,
     G: int,
     scoring: Scoring,
-    config: TuningConfig,
-) -> Any:
-    stages, block, H = k_smem.shape
-    dtype = k_smem.dtype
-    end_all = jnp.clip(end_all, begin_all, end)
+) -> jax.Array:
+    """Attention of a warpgroup's rows, float32[R, H]; `position` is that of row 0."""
+    stages, block, H = scratch.k.shape
+    dtype = scratch.k.dtype
+    rows_smem, _ = scratch.rows
+    q_smem = rows_smem.at[warpgroup]
+    factor = LOG2_E * (scoring.scale if scoring.softcap is None else scoring.softcap)
 
     def take_turn() -> None:
-        if config.pingpong:
-            plgpu.barrier_arrive(turn)
-            plgpu.barrier_wait(turn)
+        plgpu.barrier_arrive(scratch.turn)
+        plgpu.barrier_wait(scratch.turn)
 
-    def masked(i: Any, score_RC: jax.Array) -> jax.Array:
-        # Row r is token r // G: it sees key c if c <= position + r // G.
-        iota = partial(
-            plgpu.broadcasted_iota, jnp.int32, (ROWS, block), layout=plgpu.Layout.WGMMA
-        )
-        r_RC, c_RC = iota(0), iota(1)
-        key_RC = (c_RC + (i * block - position)) * G
-        sees_RC = r_RC >= key_RC
-        if scoring.window is not None:
-            sees_RC &= r_RC < key_RC + scoring.window * G
-        return jnp.where(sees_RC, score_RC, MASKED)
+    def fold(i: Any, carry: tuple[jax.Array, ...], *, masked: bool) -> tuple[jax.Array, ...]:
+        out_RH, max_R, sum_R = carry
+        slot = lax.rem(i - tile.begin, stages)
+        next_slot = lax.rem(i + 1 - tile.begin, stages)
 
-    def clean(i: Any, slot: Any) -> None:
-        # Slots beyond the sequence may hold anything, NaN included. Both warpgroups do this,
-        # with the same result.
-        @pl.when((i + 1) * block > kv_len)
-        def _() -> None:
-            for r in range(0, block, 64):
-                for c in range(0, H, LANES):
-                    ref = v_smem.at[slot, pl.ds(r, 64), pl.ds(c, LANES)]
-                    v = plgpu.load(ref, layout=plgpu.Layout.WGMMA)
-                    key = plgpu.broadcasted_iota(
-                        jnp.int32, (64, LANES), 0, layout=plgpu.Layout.WGMMA
-                    ) + (i * block + r)
-                    ref[...] = jnp.where(key < kv_len, v, jnp.zeros_like(v))
-            plgpu.commit_smem()
-
-    def scores(slot: Any) -> jax.Array:
-        def multiply(acc: Any) -> jax.Array:
+        def multiply_keys(acc: Any) -> jax.Array:
             for c in range(H // LANES):
-                plgpu.wgmma(
-                    acc,
-                    q_smem.at[c],
-                    k_smem.at[slot, :, pl.ds(c * LANES, LANES)].transpose((1, 0)),
-                )
+                k_CL = scratch.k.at[slot, :, pl.ds(c * LANES, LANES)]
+                plgpu.wgmma(acc, q_smem.at[c], k_CL.transpose((1, 0)))
             take_turn()
             return acc[...]
 
-        return pl.run_scoped(multiply, plgpu.ACC((ROWS, block), jnp.float32))
-
-    def fold(i: Any, carry: Any, *, mask: bool) -> Any:
-        out_RH, max_R, sum_R = carry
-        slot = lax.rem(i - begin, stages)
-        score_RC = scores(slot)
-        plgpu.barrier_arrive(k_consumed.at[slot])
+        score_RC = pl.run_scoped(multiply_keys, plgpu.ACC((ROWS, block), jnp.float32))
+        plgpu.barrier_arrive(scratch.k_consumed.at[slot])
         if scoring.softcap is not None:
             score_RC = jnp.tanh(score_RC * (scoring.scale / scoring.softcap))
-            factor = scoring.softcap * LOG2_E
-        else:
-            factor = scoring.scale * LOG2_E
-        if mask:
-            score_RC = masked(i, score_RC)
+        if masked:
+            sees_RC = _sees(i * block - position, (ROWS, block), G, scoring.window)
+            score_RC = jnp.where(sees_RC, score_RC, MASKED)
+        # The maxima carry the factor, so that weights take one multiply-add before the power.
         new_max_R = jnp.maximum(max_R, score_RC.max(axis=1) * factor)
         decay_R = jnp.exp2(max_R - new_max_R)
         weight_RC = jnp.exp2(
@@ -345,47 +373,76 @@ def _attend(
         )
         out_RH *= lax.broadcast_in_dim(decay_R, out_RH.shape, [0])
         sum_R *= decay_R
-        weight16_RC = weight_RC.astype(dtype)
+        half_RC = weight_RC.astype(dtype)
         sum_R += weight_RC.sum(axis=1)
-        out_RH, sum_R, new_max_R, weight16_RC = lax.optimization_barrier(
-            (out_RH, sum_R, new_max_R, weight16_RC)
+        # All of the softmax comes before the other warpgroup's turn ends.
+        out_RH, sum_R, new_max_R, half_RC = lax.optimization_barrier(
+            (out_RH, sum_R, new_max_R, half_RC)
         )
-        if config.pingpong:
-            plgpu.barrier_arrive(turn)
-        plgpu.barrier_wait(v_landed.at[slot])
-        if mask:
-            clean(i, slot)
-        if config.pingpong:
-            plgpu.barrier_wait(turn)
+        plgpu.barrier_arrive(scratch.turn)
+        plgpu.barrier_wait(scratch.v_landed.at[slot])
+        if masked:
+            # Slots behind the sequence may hold anything, NaN included, and the page with them
+            # also stands for pages before the window. Both warpgroups clear the same rows.
+            @pl.when((i + 1) * block > kv_len)
+            def clear() -> None:
+                _clear(scratch.v.at[slot], tile.first_key - i * block, kv_len - i * block)
 
-        def multiply(acc: Any) -> None:
-            plgpu.wgmma(acc, weight16_RC, v_smem.at[slot])
+        plgpu.barrier_wait(scratch.turn)
 
-            @pl.when(i + 1 < end)
-            def _() -> None:
-                plgpu.barrier_wait(k_landed.at[lax.rem(i + 1 - begin, stages)])
+        def multiply_values(acc: Any) -> None:
+            plgpu.wgmma(acc, half_RC, scratch.v.at[slot])
 
-        out_RH = pl.run_state(multiply)(plgpu.ACC.init(out_RH))
-        plgpu.barrier_arrive(v_consumed.at[slot])
+            @pl.when(i + 1 < tile.end)
+            def wait() -> None:
+                plgpu.barrier_wait(scratch.k_landed.at[next_slot])
+
+        out_RH = pl.run_state(multiply_values)(plgpu.ACC.init(out_RH))
+        plgpu.barrier_arrive(scratch.v_consumed.at[slot])
         return out_RH, new_max_R, sum_R
 
-    def full(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
-        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+    carry = _full((ROWS, H), 0), _full((ROWS,), LOWEST), _full((ROWS,), 0)
 
-    carry = (
-        full((ROWS, H), 0, plgpu.Layout.WGMMA),
-        full((ROWS,), MASKED, plgpu.Layout.WGMMA.reduce(1)),
-        full((ROWS,), 0, plgpu.Layout.WGMMA.reduce(1)),
-    )
+    @pl.when(tile.begin < tile.end)
+    def wait() -> None:
+        plgpu.barrier_wait(scratch.k_landed.at[0])
 
-    @pl.when(begin < end)
-    def _() -> None:
-        plgpu.barrier_wait(k_landed.at[0])
-
-    pl.when(jnp.logical_not(first))(take_turn)
+    # The second warpgroup is half a step behind the first one. Both fold the same blocks, also
+    # those that only the other one's rows see.
+    pl.when(warpgroup == 1)(take_turn)
     if scoring.window is not None:
-        carry = lax.fori_loop(begin, begin_all, partial(fold, mask=True), carry)
-    carry = lax.fori_loop(begin_all, end_all, partial(fold, mask=False), carry)
-    carry = lax.fori_loop(end_all, end, partial(fold, mask=True), carry)
-    pl.when(first)(take_turn)
-    return carry
+        carry = lax.fori_loop(tile.begin, tile.begin_all, partial(fold, masked=True), carry)
+    carry = lax.fori_loop(tile.begin_all, tile.end_all, partial(fold, masked=False), carry)
+    carry = lax.fori_loop(tile.end_all, tile.end, partial(fold, masked=True), carry)
+    pl.when(warpgroup == 0)(take_turn)
+    out_RH, _, sum_R = carry
+    return out_RH * lax.broadcast_in_dim(1 / jnp.maximum(sum_R, SMALLEST_SUM), (ROWS, H), [0])
+
+
+def _sees(first_key: Any, shape: tuple[int, int], G: int, window: int | None) -> jax.Array:
+    """Which rows see which keys; `first_key` counts from the position of row 0.
+
+    Row r belongs to token r // G and sees key c if c <= r // G; multiplying is cheaper.
+    """
+    iota = partial(plgpu.broadcasted_iota, jnp.int32, shape, layout=plgpu.Layout.WGMMA)
+    r_RC, c_RC = iota(0), (iota(1) + first_key) * G
+    sees_RC = r_RC >= c_RC
+    return sees_RC if window is None else sees_RC & (r_RC < c_RC + window * G)
+
+
+def _clear(v_CH: Any, begin: Any, end: Any) -> None:
+    """Set the rows before `begin` and from `end` on to 0."""
+    iota = plgpu.broadcasted_iota(jnp.int32, (ROWS, LANES), 0, layout=plgpu.Layout.WGMMA)
+    C, H = v_CH.shape
+    for c in range(0, C, ROWS):
+        for h in range(0, H, LANES):
+            part = v_CH.at[pl.ds(c, ROWS), pl.ds(h, LANES)]
+            v = plgpu.layout_cast(part[...], plgpu.Layout.WGMMA)
+            live = (iota + c >= begin) & (iota + c < end)
+            part[...] = jnp.where(live, v, jnp.zeros_like(v))
+    plgpu.commit_smem()
+
+
+def _full(shape: tuple[int, ...], value: float) -> jax.Array:
+    layout = plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
