@@ -194,22 +194,25 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
-    ("sequences", "shape", "options"),
+    ("block_keys", "sequences", "shape", "options"),
     [
-        (MIXED[:4], {"N": 14, "K": 2, "H": 64, "S": 32, "M": 6}, {}),
+        (64, MIXED[:4], {"N": 14, "K": 2, "H": 64, "S": 32, "M": 6}, {}),
         # The last page, half full, is also the first one of the last tile's window.
-        (MIXED[:4], {"N": 7, "K": 1, "H": 128, "S": 32, "M": 6}, {"window": 20}),
+        (128, MIXED[:4], {"N": 7, "K": 1, "H": 128, "S": 32, "M": 6}, {"window": 20}),
         # Some rows see nothing of the first block.
-        ([(30, 300)], {"N": 2, "K": 1, "H": 64, "S": 16}, {"window": 100}),
-        (MIXED[:4], {"N": 4, "K": 1, "H": 128, "S": 64}, {"window": 60, "softcap": 3.0}),
+        (64, [(30, 300)], {"N": 2, "K": 1, "H": 64, "S": 16}, {"window": 100}),
+        (128, MIXED[:4], {"N": 4, "K": 1, "H": 128, "S": 64}, {"window": 60, "softcap": 3.0}),
     ],
     ids=str,
 )
 def test_results_interpreted(
-    sequences: list[tuple[int, int]], shape: dict[str, int], options: dict[str, Any]
+    block_keys: int,
+    sequences: list[tuple[int, int]],
+    shape: dict[str, int],
+    options: dict[str, Any],
 ) -> None:
     r = ragged_batch(sequences, T=33, B=5, dtype="bfloat16", **shape)
-    config = TuningConfig(64, 2)
+    config = TuningConfig(block_keys, 2)
     out = paged_attention_prefill_mosaic(**vars(r), scale=0.125, config=config, **options)
     want = attention_by_definition(r, scale=0.125, **options)
     want[: int(r.num_decodes)] = 0
