@@ -116,7 +116,7 @@ class EngineConfig:
     attention_backend: str = setting(
         "auto",
         "paged attention implementation; auto: the best for the platform",
-        choices=("auto", "xla", "triton"),
+        choices=("auto", "xla", "triton", "mosaic"),
     )
     enforce_eager: bool = setting(
         False, "compile buckets on first use: fast start, slow first requests"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxpaged import model_files
 from jaxpaged.config import EngineConfig
-from jaxpaged.layers.attention import attention_backend
+from jaxpaged.layers.attention import AttentionCase, attention_backend
 from jaxpaged.models import load_spec
 from jaxpaged.models.decoder import Decoder, Params
 from jaxpaged.runtime import weights
@@ -51,8 +51,19 @@ def start_runner(config: EngineConfig, *, serving: bool) -> Started:
     path = model_files.resolve_model(config.model, config.revision, config.download_dir)
     spec = load_spec(model_files.read_config(path))
     dtype = model_dtype(config, spec.dtype, device.platform)
-    backend = attention_backend(config.attention_backend, device.platform)
     plan = make_plan(config, spec, dtype, device, serving)
+    backend = attention_backend(
+        config.attention_backend,
+        AttentionCase(
+            platform=device.platform,
+            compute_capability=float(getattr(device, "compute_capability", 0)),
+            dtype=dtype,
+            kv_dtype=plan.kv.dtype,
+            queries_per_kv_head=spec.queries_per_kv_head,
+            head_dim=spec.head_dim,
+            page_size=plan.kv.page_size,
+        ),
+    )
     model = Decoder(spec, plan.kv, dtype, backend)
     params = weights.load_params(path, model, load_format=config.load_format, seed=config.seed)
     jax.block_until_ready(params)
