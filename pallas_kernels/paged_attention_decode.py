@@ -24,13 +24,14 @@ from pallas_kernels.flash import (
     Scoring,
     Softmax,
     check_operands,
-    load_keys,
+    load_page,
     load_rows,
+    load_slots,
     padded,
     store_rows,
 )
 
-FEW = 8  # sequences up to which each may be cut into a hundred items and more
+FEW = 8
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class TuningConfig:
     num_warps: int
     num_stages: int
     programs: int
+    ahead: bool = False
+    halves: int = 1
 
     def __post_init__(self) -> None:
         if self.block_keys not in (16, 32, 64, 128, 256):
@@ -115,25 +118,24 @@ def paged_attention_decode(
         raise ValueError(f"{T} queries for {B} sequences")
     dtype = jnp.promote_types(q_TNH.dtype, pages_P2KSH.dtype)
     config = config or tuning_config(B=B, K=K, H=H, bytes_per_element=dtype.itemsize)
-    per_head = -(-config.programs // K)
-    work = _share_out(kv_len_B, num_decodes, window, per_head, config, into_TNH is None)
-    scoring = Scoring(scale, window, softcap)
-    W = work.item_W4.shape[0]
-    ins = [work.item_W4, q_TNH, pages_P2KSH, page_table_BM]
+    plan = _share_out(kv_len_B, num_decodes, window, K, config, into_TNH is None)
+    W = plan.item_W5.shape[0]
+    ins = [plan.item_W5, plan.arrived_BK, q_TNH, pages_P2KSH, page_table_BM]
     outs = [jax.ShapeDtypeStruct(q_TNH.shape, q_TNH.dtype)]
-    if per_head:
+    if config.programs:
         outs += [
             jax.ShapeDtypeStruct((W, N, H), jnp.float32),
             jax.ShapeDtypeStruct((W, N), jnp.float32),
         ]
-    out_TNH, *parts = pl.pallas_call(
+    return pl.pallas_call(
         partial(
             _decode_kernel,
             K=K,
-            scoring=scoring,
-            block=config.block_keys,
+            scoring=Scoring(scale, window, softcap),
+            config=config,
             dtype=dtype,
             has_input=into_TNH is not None,
+            interpret=interpret,
         ),
         grid=(W * K,),
         out_shape=outs,
@@ -143,42 +145,30 @@ def paged_attention_decode(
         ),
         interpret=interpret,
         name="paged_attention_decode",
-    )(*ins, *([] if into_TNH is None else [into_TNH]))
-    if not parts:
-        return out_TNH
-    few = B <= FEW
-    lanes = min(32, padded(H)) if few else padded(H)
-    return pl.pallas_call(
-        partial(_merge_kernel, N=N, lanes=lanes, block=128 if few else 16),
-        grid=(work.cut_C3.shape[0] * N * (padded(H) // lanes),),
-        out_shape=outs[0],
-        input_output_aliases={3: 0},
-        compiler_params=pltriton.CompilerParams(num_warps=4 if few else 2, num_stages=1),
-        interpret=interpret,
-        name="paged_attention_merge",
-    )(work.cut_C3, *parts, out_TNH)
+    )(*ins, *([] if into_TNH is None else [into_TNH]))[0]
 
 
-class _Work(NamedTuple):
+class _Plan(NamedTuple):
     """Items in the order in which they start, longest sequences first.
 
-    At most one item a sequence and `per_head` more, so the grid's size is static.
+    At most one item a sequence and `programs / K` more, so the grid's size is static.
     """
 
-    item_W4: jax.Array  # int32: sequence (-1: no item), first key, end of keys, is it cut
-    cut_C3: jax.Array  # int32, sequences that may be cut: sequence, first item, items
+    item_W5: jax.Array  # int32: sequence (-1: no item), keys from, to, its first item, its items
+    arrived_BK: jax.Array  # int32 zeros: items of a sequence and KV head that are done
 
 
 def _share_out(
     kv_len_B: jax.Array,
     num_decodes: jax.Array,
     window: int | None,
-    per_head: int,
+    K: int,
     config: TuningConfig,
     fill: bool,
-) -> _Work:
+) -> _Plan:
     """Cut the sequences into items. Layers of a step share this: XLA computes it once."""
     B, block = kv_len_B.shape[0], config.block_keys
+    per_head = _ceil_div(config.programs, K)
     live_B = jnp.arange(B) < num_decodes
     len_B = jnp.where(live_B, kv_len_B, 0)
     first_B = jnp.zeros_like(len_B) if window is None else jnp.maximum(len_B - window, 0)
@@ -187,14 +177,14 @@ def _share_out(
     if per_head:
         share = _round_up(_ceil_div(keys_B.sum(), per_head), block)
         share = jnp.maximum(share, block)
-        items_B = jnp.maximum(items_B, lax.div(keys_B + lax.div(share, 2), share))
+        items_B = jnp.maximum(items_B, lax.div(keys_B + lax.div(share * config.halves, 2), share))
     # Comparing all pairs takes fewer and shorter kernels than sorting and summing up.
     seq_B = jnp.arange(B)
     before_BB = (keys_B[:, None] > keys_B) | (
         (keys_B[:, None] == keys_B) & (seq_B[:, None] < seq_B)
     )
     first_item_B = jnp.where(before_BB, items_B[:, None], 0).sum(axis=0)
-    w_W1 = jnp.arange(B + per_head)[:, None]
+    w_W1 = jnp.arange(B + per_head * (1 + config.halves) // 2 if config.halves > 1 else B + per_head)[:, None]
     has_WB = (w_W1 >= first_item_B) & (w_W1 < first_item_B + items_B)
     b_W = jnp.where(has_WB, seq_B + 1, 0).sum(axis=1) - 1  # -1: no such item
     keys_W, items_W = keys_B[b_W], jnp.maximum(items_B[b_W], 1)
@@ -202,13 +192,10 @@ def _share_out(
     done_W = jnp.minimum((w_W1[:, 0] - first_item_B[b_W]) * step_W, keys_W)
     begin_W = first_B[b_W] + done_W
     stop_W = jnp.minimum(begin_W + step_W, len_B[b_W])
-    item_W4 = jnp.stack([b_W, begin_W, stop_W, (items_W > 1).astype(b_W.dtype)], axis=1)
-    # A sequence is cut from 1.5 shares on: so many can be.
-    C = min(B, _ceil_div(2 * per_head, 3))
-    rank_C1 = jnp.arange(C)[:, None]
-    cut_C = jnp.where(before_BB.sum(axis=0) == rank_C1, seq_B, 0).sum(axis=1)
-    cut_C3 = jnp.stack([cut_C, first_item_B[cut_C], items_B[cut_C]], axis=1)
-    return _Work(item_W4.astype(jnp.int32), cut_C3.astype(jnp.int32))
+    item_W5 = jnp.stack([b_W, begin_W, stop_W, first_item_B[b_W], items_W], axis=1)
+    # Zeros that XLA does not know to be: a constant must not be counted on.
+    arrived_BK = jnp.broadcast_to(jnp.minimum(kv_len_B, 0)[:, None], (B, K))
+    return _Plan(item_W5.astype(jnp.int32), arrived_BK.astype(jnp.int32))
 
 
 def _ceil_div(a: Any, b: Any) -> Any:
@@ -221,20 +208,23 @@ def _round_up(a: Any, b: Any) -> Any:
 
 def _decode_kernel(
     item_ref: Any,
+    arrived_ref: Any,
     q_ref: Any,
     pages_ref: Any,
     page_table_ref: Any,
     *outs: Any,
     K: int,
     scoring: Scoring,
-    block: int,
+    config: TuningConfig,
     dtype: Any,
     has_input: bool,
+    interpret: bool,
 ) -> None:
     out_ref, *parts = outs[has_input:]
+    block = config.block_keys
     pid = pl.program_id(0)
     w, k = lax.div(pid, K), lax.rem(pid, K)
-    b, begin, end, cut = (item_ref[w, i] for i in range(4))
+    b, begin, end, first, items = (item_ref[w, i] for i in range(5))
     G = q_ref.shape[1] // K
     R = padded(G)
     g_R = jnp.arange(R)
@@ -245,74 +235,98 @@ def _decode_kernel(
         b_R = jnp.full_like(n_R, b)
         q_RH = load_rows(q_ref, b_R, jnp.where(live_R, n_R, 0)).astype(dtype)
 
-        def fold(i: jax.Array, softmax: Softmax) -> Softmax:
-            key_C = begin + i * block + jnp.arange(block)
+        def key_of(i: jax.Array) -> jax.Array:
+            return begin + i * block + jnp.arange(block)
+
+        def page_of(i: jax.Array) -> jax.Array:
             # Only keys that are seen are read: what lies beyond may be anything, NaN included.
-            k_CH, v_CH = load_keys(
-                pages_ref, page_table_ref, b, k, jnp.minimum(key_C, end - 1), dtype
-            )
+            return load_page(page_table_ref, pages_ref, b, jnp.minimum(key_of(i), end - 1))
+
+        def fold(i: jax.Array, softmax: Softmax, page_C: jax.Array) -> Softmax:
+            key_C = key_of(i)
+            k_CH, v_CH = load_slots(pages_ref, page_C, k, jnp.minimum(key_C, end - 1), dtype)
             return softmax.fold(q_RH, k_CH, v_CH, (key_C < end)[None, :], scoring)
 
         blocks = lax.div(end - begin + (block - 1), block)
-        softmax = lax.fori_loop(0, blocks, fold, Softmax.start(R, q_RH.shape[1]))
+        start = Softmax.start(R, q_RH.shape[1])
+        if config.ahead:
+            softmax, _ = lax.fori_loop(
+                0,
+                blocks,
+                lambda i, c: (fold(i, c[0], c[1]), page_of(i + 1)),
+                (start, page_of(jnp.zeros_like(b))),
+            )
+        else:
+            softmax = lax.fori_loop(0, blocks, lambda i, c: fold(i, c, page_of(i)), start)
         out_RH = softmax.normalised()
 
-        @pl.when(cut == 0)
+        @pl.when(items == 1)
         def _() -> None:
             store_rows(out_ref, b_R, n_R, value=out_RH, live_R=live_R)
 
         if parts:
             part_ref, weight_ref = parts
 
-            @pl.when(cut != 0)
+            @pl.when(items > 1)
             def _() -> None:
                 w_R = jnp.full_like(n_R, w)
                 store_rows(part_ref, w_R, n_R, value=out_RH, live_R=live_R)
                 pltriton.store(weight_ref.at[w_R, n_R], softmax.log2_sum(), mask=live_R)
+                if not interpret:
+                    pltriton.debug_barrier()  # all of the program's threads have stored
+                arrived = pltriton.atomic_add(arrived_ref, (b, k), jnp.ones_like(b))
+
+                @pl.when(arrived == items - 1)
+                def _() -> None:
+                    arrived_ref[b, k] = jnp.zeros_like(b)
+                    _merge(part_ref, weight_ref, out_ref, b, k, first, items, config.num_warps, K)
 
 
-def _merge_kernel(
-    cut_ref: Any,
+def _merge(
     part_ref: Any,
     weight_ref: Any,
-    input_ref: Any,
     out_ref: Any,
-    *,
-    N: int,
-    lanes: int,
-    block: int,
+    b: jax.Array,
+    k: jax.Array,
+    first: jax.Array,
+    items: jax.Array,
+    num_warps: int,
+    K: int,
 ) -> None:
-    """One program for `lanes` of the head dim of one query head of a sequence that was cut."""
-    del input_ref  # out_ref's memory: rows that were not cut stay
-    H = out_ref.shape[-1]
-    pid = pl.program_id(0)
-    slices = padded(H) // lanes
-    h_L = lax.rem(pid, slices) * lanes + jnp.arange(lanes)
-    n = lax.rem(lax.div(pid, slices), N)
-    c = lax.div(pid, slices * N)
-    b, first, items = (cut_ref[c, i] for i in range(3))
+    """Add the items' parts up, in their order whoever comes last: results do not vary."""
+    N, H = out_ref.shape[1:]
+    G = N // K
+    R, L = 1 << (G - 1).bit_length(), padded(H)
+    block = max(1, num_warps * 32 * 64 // (R * L))
+    g_R, h_L = jnp.arange(R), jnp.arange(L)
+    n_R, live_R = k * G + g_R, g_R < G
+    live_RL = live_R[:, None] & (h_L < H)[None, :]
 
     def fold(i: jax.Array, state: Softmax) -> Softmax:
         nth_I = i * block + jnp.arange(block)
-        w_I, n_I, live_I = first + nth_I, jnp.full_like(nth_I, n), nth_I < items
-        weight_I = pltriton.load(weight_ref.at[w_I, n_I], mask=live_I, other=MASKED)
-        part_IL = pltriton.load(
-            part_ref.at[w_I[:, None], n_I[:, None], h_L[None, :]],
-            mask=live_I[:, None] & (h_L < H)[None, :],
-            other=0,
+        w_I, live_I = first + nth_I, nth_I < items
+        # Volatile: other programs wrote these, past this processor's cache.
+        weight_IR = pltriton.load(
+            weight_ref.at[w_I[:, None], n_R[None, :]],
+            mask=live_I[:, None] & live_R[None, :],
+            other=MASKED,
+            volatile=True,
         )
-        highest_1 = jnp.maximum(state.max_R, weight_I.max(axis=0))
-        decay_1 = jnp.exp2(state.max_R - highest_1)
-        share_I = jnp.exp2(weight_I - highest_1)
+        part_IRL = pltriton.load(
+            part_ref.at[w_I[:, None, None], n_R[None, :, None], h_L[None, None, :]],
+            mask=live_I[:, None, None] & live_RL[None, :, :],
+            other=0,
+            volatile=True,
+        )
+        max_R = jnp.maximum(state.max_R, weight_IR.max(axis=0))
+        decay_R = jnp.exp2(state.max_R - max_R)
+        share_IR = jnp.exp2(weight_IR - max_R[None, :])
         return Softmax(
-            state.out_RH * decay_1 + (part_IL * share_I[:, None]).sum(axis=0),
-            highest_1,
-            state.sum_R * decay_1 + share_I.sum(axis=0),
+            state.out_RH * decay_R[:, None] + (part_IRL * share_IR[:, :, None]).sum(axis=0),
+            max_R,
+            state.sum_R * decay_R + share_IR.sum(axis=0),
         )
 
-    @pl.when(items > 1)
-    def _() -> None:
-        start = Softmax(jnp.zeros((lanes,), jnp.float32), jnp.float32(MASKED), jnp.float32(0))
-        total = lax.fori_loop(0, lax.div(items + (block - 1), block), fold, start)
-        place = out_ref.at[jnp.full_like(h_L, b), jnp.full_like(h_L, n), h_L]
-        pltriton.store(place, (total.out_RH / total.sum_R).astype(out_ref.dtype), mask=h_L < H)
+    blocks = lax.div(items + (block - 1), block)
+    total = lax.fori_loop(0, blocks, fold, Softmax.start(R, L))
+    store_rows(out_ref, jnp.full_like(n_R, b), n_R, value=total.normalised(), live_R=live_R)
