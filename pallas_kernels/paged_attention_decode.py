@@ -52,6 +52,8 @@ class TuningConfig:
     programs: int
     ahead: bool = False
     halves: int = 1
+    early: bool = False
+    tile: int = 64
 
     def __post_init__(self) -> None:
         if self.block_keys not in (16, 32, 64, 128, 256):
@@ -118,7 +120,15 @@ def paged_attention_decode(
         raise ValueError(f"{T} queries for {B} sequences")
     dtype = jnp.promote_types(q_TNH.dtype, pages_P2KSH.dtype)
     config = config or tuning_config(B=B, K=K, H=H, bytes_per_element=dtype.itemsize)
-    plan = _share_out(kv_len_B, num_decodes, window, K, config, into_TNH is None)
+    plan = _share_out(
+        kv_len_B,
+        num_decodes,
+        K=K,
+        window=window,
+        config=config,
+        fill=into_TNH is None,
+        interpret=interpret,
+    )
     W = plan.item_W5.shape[0]
     ins = [plan.item_W5, plan.arrived_BK, q_TNH, pages_P2KSH, page_table_BM]
     outs = [jax.ShapeDtypeStruct(q_TNH.shape, q_TNH.dtype)]
@@ -161,41 +171,96 @@ class _Plan(NamedTuple):
 def _share_out(
     kv_len_B: jax.Array,
     num_decodes: jax.Array,
-    window: int | None,
+    *,
     K: int,
+    window: int | None,
     config: TuningConfig,
     fill: bool,
+    interpret: bool,
 ) -> _Plan:
     """Cut the sequences into items. Layers of a step share this: XLA computes it once."""
-    B, block = kv_len_B.shape[0], config.block_keys
-    per_head = _ceil_div(config.programs, K)
-    live_B = jnp.arange(B) < num_decodes
-    len_B = jnp.where(live_B, kv_len_B, 0)
-    first_B = jnp.zeros_like(len_B) if window is None else jnp.maximum(len_B - window, 0)
-    keys_B = len_B - first_B
-    items_B = jnp.where(live_B | fill, 1, 0)
-    if per_head:
-        share = _round_up(_ceil_div(keys_B.sum(), per_head), block)
-        share = jnp.maximum(share, block)
-        items_B = jnp.maximum(items_B, lax.div(keys_B + lax.div(share * config.halves, 2), share))
-    # Comparing all pairs takes fewer and shorter kernels than sorting and summing up.
-    seq_B = jnp.arange(B)
-    before_BB = (keys_B[:, None] > keys_B) | (
-        (keys_B[:, None] == keys_B) & (seq_B[:, None] < seq_B)
+    B, per_head = kv_len_B.shape[0], _ceil_div(config.programs, K)
+    kernel = partial(
+        _plan_kernel,
+        window=window,
+        per_head=per_head,
+        block=config.block_keys,
+        halves=config.halves,
+        fill=fill,
     )
-    first_item_B = jnp.where(before_BB, items_B[:, None], 0).sum(axis=0)
-    w_W1 = jnp.arange(B + per_head * (1 + config.halves) // 2 if config.halves > 1 else B + per_head)[:, None]
-    has_WB = (w_W1 >= first_item_B) & (w_W1 < first_item_B + items_B)
-    b_W = jnp.where(has_WB, seq_B + 1, 0).sum(axis=1) - 1  # -1: no such item
-    keys_W, items_W = keys_B[b_W], jnp.maximum(items_B[b_W], 1)
-    step_W = _round_up(_ceil_div(keys_W, items_W), block)
-    done_W = jnp.minimum((w_W1[:, 0] - first_item_B[b_W]) * step_W, keys_W)
-    begin_W = first_B[b_W] + done_W
-    stop_W = jnp.minimum(begin_W + step_W, len_B[b_W])
-    item_W5 = jnp.stack([b_W, begin_W, stop_W, first_item_B[b_W], items_W], axis=1)
-    # Zeros that XLA does not know to be: a constant must not be counted on.
-    arrived_BK = jnp.broadcast_to(jnp.minimum(kv_len_B, 0)[:, None], (B, K))
-    return _Plan(item_W5.astype(jnp.int32), arrived_BK.astype(jnp.int32))
+    return _Plan(
+        *pl.pallas_call(
+            kernel,
+            grid=(B,),
+            out_shape=(
+                jax.ShapeDtypeStruct((B + per_head, 5), jnp.int32),
+                jax.ShapeDtypeStruct((B, K), jnp.int32),
+            ),
+            compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
+            interpret=interpret,
+            name="paged_attention_plan",
+        )(kv_len_B, jnp.reshape(num_decodes, (1,)))
+    )
+
+
+def _plan_kernel(
+    kv_len_ref: Any,
+    num_decodes_ref: Any,
+    item_ref: Any,
+    arrived_ref: Any,
+    *,
+    window: int | None,
+    per_head: int,
+    block: int,
+    halves: int,
+    fill: bool,
+) -> None:
+    """One program a sequence: it writes that sequence's items."""
+    B, K = arrived_ref.shape
+    W = item_ref.shape[0]
+    b = pl.program_id(0)
+    seq_X = jnp.arange(_power_of_2(B))
+    live_X = seq_X < jnp.minimum(num_decodes_ref[jnp.zeros_like(b)], B)
+    len_X = pltriton.load(kv_len_ref.at[seq_X], mask=live_X, other=0)
+    first_X = jnp.zeros_like(len_X) if window is None else jnp.maximum(len_X - window, 0)
+    keys_X = len_X - first_X
+    items_X = jnp.where(seq_X < B if fill else live_X, 1, 0)
+    if per_head:
+        share = jnp.maximum(_round_up(_ceil_div(keys_X.sum(axis=0), per_head), block), block)
+        cuts_X = lax.div(keys_X + lax.div(share * halves, 2), share)
+        items_X = jnp.maximum(items_X, cuts_X)
+
+    def own(of_X: jax.Array) -> jax.Array:
+        return jnp.where(seq_X == b, of_X, 0).sum(axis=0)
+
+    begin, keys, items = own(first_X), own(keys_X), own(items_X)
+    before_X = (keys_X > keys) | ((keys_X == keys) & (seq_X < b))
+    first_item = jnp.where(before_X, items_X, 0).sum(axis=0)
+    step = _round_up(_ceil_div(keys, jnp.maximum(items, 1)), block)
+
+    nth_J = jnp.arange(_power_of_2(1 + per_head))
+    done_J = jnp.minimum(nth_J * step, keys)
+    end_J = jnp.minimum(done_J + step, keys)
+    fields = (b, begin + done_J, begin + end_J, first_item, items)
+    for i, field in enumerate(fields):
+        place = item_ref.at[first_item + nth_J, jnp.full_like(nth_J, i)]
+        pltriton.store(place, jnp.broadcast_to(field, nth_J.shape), mask=nth_J < items)
+
+    k_K = jnp.arange(_power_of_2(K))
+    place = arrived_ref.at[jnp.full_like(k_K, b), k_K]
+    pltriton.store(place, jnp.zeros_like(k_K), mask=k_K < K)
+
+    @pl.when(b == 0)
+    def _() -> None:
+        w_W = jnp.arange(_power_of_2(W))
+        place = item_ref.at[w_W, jnp.zeros_like(w_W)]
+        unused_W = (w_W >= items_X.sum(axis=0)) & (w_W < W)
+        pltriton.store(place, jnp.full_like(w_W, -1), mask=unused_W)
+
+
+def _power_of_2(n: int) -> int:
+    """The first power of two from n on."""
+    return 1 << (n - 1).bit_length()
 
 
 def _ceil_div(a: Any, b: Any) -> Any:
@@ -228,6 +293,12 @@ def _decode_kernel(
     G = q_ref.shape[1] // K
     R = padded(G)
     g_R = jnp.arange(R)
+    if config.early:
+        (g_R,) = pltriton.elementwise_inline_asm(
+            "griddepcontrol.launch_dependents; mov.b32 $0, $1;",
+            args=[g_R], constraints="=r,r", pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct((R,), jnp.int32)],
+        )
     live_R, n_R = g_R < G, k * G + g_R
 
     @pl.when(b >= 0)
@@ -279,7 +350,7 @@ def _decode_kernel(
                 @pl.when(arrived == items - 1)
                 def _() -> None:
                     arrived_ref[b, k] = jnp.zeros_like(b)
-                    _merge(part_ref, weight_ref, out_ref, b, k, first, items, config.num_warps, K)
+                    _merge(part_ref, weight_ref, out_ref, b, k, first, items, config.num_warps, K, config.tile)
 
 
 def _merge(
@@ -292,12 +363,13 @@ def _merge(
     items: jax.Array,
     num_warps: int,
     K: int,
+    tile: int,
 ) -> None:
     """Add the items' parts up, in their order whoever comes last: results do not vary."""
     N, H = out_ref.shape[1:]
     G = N // K
     R, L = 1 << (G - 1).bit_length(), padded(H)
-    block = max(1, num_warps * 32 * 64 // (R * L))
+    block = max(1, num_warps * 32 * tile // (R * L))
     g_R, h_L = jnp.arange(R), jnp.arange(L)
     n_R, live_R = k * G + g_R, g_R < G
     live_RL = live_R[:, None] & (h_L < H)[None, :]
