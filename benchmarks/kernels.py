@@ -57,9 +57,12 @@ WORK = (  # batch, mean context, ragged
     (256, 1024, True),
     (64, 4096, True),
     (64, 1024, True),
+    (8, 1024, False),
     (1, 32768, False),
     (1, 8192, False),
+    (1, 1024, False),
 )
+BATCHES = tuple(sorted({B for B, _, _ in WORK}))
 
 
 def lengths(B: int, mean: int, ragged: bool) -> np.ndarray:
@@ -245,7 +248,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompt", type=int, default=8192, help="tokens of the prefill")
     prompt = parser.parse_args().prompt
-    pairs = [(heads, B) for heads in MODELS for B in (256, 64, 1)]
+    pairs = [(heads, B) for heads in MODELS for B in BATCHES]
     decoders = dict(
         zip(pairs, in_parallel([partial(compile_decode, *p, None) for p in pairs]), strict=True)
     )
