@@ -98,15 +98,18 @@ def page_tables(heads: Heads, kv_len_B: tuple[int, ...], count: int) -> list[jax
 
 
 def seconds(run: Callable[[jax.Array], jax.Array], x: jax.Array, calls: int) -> float:
-    """Median time of one of the `calls` in a chain; chains are queued back to back."""
+    """Median time of one of the `calls` in a chain; chains are queued back to back.
+
+    A chain that donates its operand works in place: then it is replayed as it was captured,
+    where new addresses would have every kernel of it set up anew.
+    """
     repeats, times = 4, []
-    run(run(x)).block_until_ready()
+    x = run(run(x)).block_until_ready()
     for _ in range(5):
         start = time.perf_counter()
-        out = x
         for _ in range(repeats):
-            out = run(out)
-        out.block_until_ready()
+            x = run(x)
+        x.block_until_ready()
         times.append((time.perf_counter() - start) / (repeats * calls))
     return statistics.median(times)
 
@@ -131,7 +134,7 @@ def compile_decode(heads: Heads, B: int, config: decode.TuningConfig | None) -> 
             config=config,
         )
 
-    @jax.jit
+    @partial(jax.jit, donate_argnums=0)
     def chain(
         q: jax.Array, pool: jax.Array, tables: Sequence[jax.Array], kv_len: jax.Array
     ) -> jax.Array:

@@ -137,20 +137,8 @@ def load_keys(
     pages_ref: Any, page_table_ref: Any, b: jax.Array, k: jax.Array, key_C: jax.Array, dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Keys and values [C, padded H] of sequence `b` at positions `key_C`, for KV head `k`."""
-    page_C = load_page(page_table_ref, pages_ref, b, key_C)
-    return load_slots(pages_ref, page_C, k, key_C, dtype)
-
-
-def load_page(page_table_ref: Any, pages_ref: Any, b: jax.Array, key_C: jax.Array) -> jax.Array:
-    """Pages [C] of sequence `b` that hold its keys at positions `key_C`."""
-    return page_table_ref[b, lax.div(key_C, pages_ref.shape[3])]
-
-
-def load_slots(
-    pages_ref: Any, page_C: jax.Array, k: jax.Array, key_C: jax.Array, dtype: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Keys and values [C, padded H] at positions `key_C`, in `page_C`, for KV head `k`."""
-    slot_C = lax.rem(key_C, pages_ref.shape[3])
+    S = pages_ref.shape[3]
+    page_C, slot_C = page_table_ref[b, lax.div(key_C, S)], lax.rem(key_C, S)
     k_CH = load_rows(pages_ref, page_C, 0, k, slot_C)
     v_CH = load_rows(pages_ref, page_C, 1, k, slot_C)
     return k_CH.astype(dtype), v_CH.astype(dtype)

@@ -3,8 +3,8 @@
 One program serves all query heads of one KV head of one sequence over one stretch of its keys
 (an item). How many items a sequence is cut into follows from the lengths, on the device: the
 batch's keys are shared out evenly over as many programs as the card keeps busy, and nothing is
-cut where one item a sequence already does that. Items of longer sequences come first. A second,
-tiny kernel merges what was cut.
+cut where one item a sequence already does that. Items of longer sequences come first. Of a
+sequence that is cut, the program that finishes last merges all parts.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from pallas_kernels.flash import (
     Scoring,
     Softmax,
     check_operands,
-    load_page,
+    load_keys,
     load_rows,
-    load_slots,
     padded,
     store_rows,
 )
 
-FEW = 8
+FEW = 8  # sequences up to which each may be cut into tens of items
+GRAIN = 16  # keys that the items' lengths are multiples of
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class TuningConfig:
     Attributes:
         block_keys: keys folded at once, a power of two from 16 to 256.
         num_warps: warps of a program, a power of two up to 8.
-        num_stages: depth of the load pipeline.
+        num_stages: depth of the load pipeline. Page numbers come a stage before what lies in the
+            pages, so that an odd depth d keeps (d - 1) / 2 blocks on their way; 2 keeps one.
         programs: programs that the batch's keys are shared out to, over all KV heads; 0: no
             sequence is cut.
     """
@@ -50,18 +51,14 @@ class TuningConfig:
     num_warps: int
     num_stages: int
     programs: int
-    ahead: bool = False
-    halves: int = 1
-    early: bool = False
-    tile: int = 64
 
     def __post_init__(self) -> None:
         if self.block_keys not in (16, 32, 64, 128, 256):
             raise ValueError(f"block_keys must be 16, 32, 64, 128 or 256, got {self.block_keys}")
         if self.num_warps not in (1, 2, 4, 8):
             raise ValueError(f"num_warps must be 1, 2, 4 or 8, got {self.num_warps}")
-        if not 1 <= self.num_stages <= 8:
-            raise ValueError(f"num_stages must be from 1 to 8, got {self.num_stages}")
+        if not 1 <= self.num_stages <= 9:
+            raise ValueError(f"num_stages must be from 1 to 9, got {self.num_stages}")
         if self.programs < 0:
             raise ValueError(f"programs must not be negative, got {self.programs}")
 
@@ -140,7 +137,6 @@ def paged_attention_decode(
     return pl.pallas_call(
         partial(
             _decode_kernel,
-            K=K,
             scoring=Scoring(scale, window, softcap),
             config=config,
             dtype=dtype,
@@ -185,7 +181,6 @@ def _share_out(
         window=window,
         per_head=per_head,
         block=config.block_keys,
-        halves=config.halves,
         fill=fill,
     )
     return _Plan(
@@ -212,7 +207,6 @@ def _plan_kernel(
     window: int | None,
     per_head: int,
     block: int,
-    halves: int,
     fill: bool,
 ) -> None:
     """One program a sequence: it writes that sequence's items."""
@@ -226,8 +220,8 @@ def _plan_kernel(
     keys_X = len_X - first_X
     items_X = jnp.where(seq_X < B if fill else live_X, 1, 0)
     if per_head:
-        share = jnp.maximum(_round_up(_ceil_div(keys_X.sum(axis=0), per_head), block), block)
-        cuts_X = lax.div(keys_X + lax.div(share * halves, 2), share)
+        share = jnp.maximum(_round_up(_ceil_div(keys_X.sum(axis=0), per_head), GRAIN), block)
+        cuts_X = lax.div(keys_X + lax.div(share, 2), share)
         items_X = jnp.maximum(items_X, cuts_X)
 
     def own(of_X: jax.Array) -> jax.Array:
@@ -236,7 +230,7 @@ def _plan_kernel(
     begin, keys, items = own(first_X), own(keys_X), own(items_X)
     before_X = (keys_X > keys) | ((keys_X == keys) & (seq_X < b))
     first_item = jnp.where(before_X, items_X, 0).sum(axis=0)
-    step = _round_up(_ceil_div(keys, jnp.maximum(items, 1)), block)
+    step = _round_up(_ceil_div(keys, jnp.maximum(items, 1)), GRAIN)
 
     nth_J = jnp.arange(_power_of_2(1 + per_head))
     done_J = jnp.minimum(nth_J * step, keys)
@@ -278,7 +272,6 @@ def _decode_kernel(
     pages_ref: Any,
     page_table_ref: Any,
     *outs: Any,
-    K: int,
     scoring: Scoring,
     config: TuningConfig,
     dtype: Any,
@@ -286,6 +279,7 @@ def _decode_kernel(
     interpret: bool,
 ) -> None:
     out_ref, *parts = outs[has_input:]
+    B, K = arrived_ref.shape
     block = config.block_keys
     pid = pl.program_id(0)
     w, k = lax.div(pid, K), lax.rem(pid, K)
@@ -293,12 +287,6 @@ def _decode_kernel(
     G = q_ref.shape[1] // K
     R = padded(G)
     g_R = jnp.arange(R)
-    if config.early:
-        (g_R,) = pltriton.elementwise_inline_asm(
-            "griddepcontrol.launch_dependents; mov.b32 $0, $1;",
-            args=[g_R], constraints="=r,r", pack=1,
-            result_shape_dtypes=[jax.ShapeDtypeStruct((R,), jnp.int32)],
-        )
     live_R, n_R = g_R < G, k * G + g_R
 
     @pl.when(b >= 0)
@@ -306,29 +294,16 @@ def _decode_kernel(
         b_R = jnp.full_like(n_R, b)
         q_RH = load_rows(q_ref, b_R, jnp.where(live_R, n_R, 0)).astype(dtype)
 
-        def key_of(i: jax.Array) -> jax.Array:
-            return begin + i * block + jnp.arange(block)
-
-        def page_of(i: jax.Array) -> jax.Array:
+        def fold(i: jax.Array, softmax: Softmax) -> Softmax:
+            key_C = begin + i * block + jnp.arange(block)
             # Only keys that are seen are read: what lies beyond may be anything, NaN included.
-            return load_page(page_table_ref, pages_ref, b, jnp.minimum(key_of(i), end - 1))
-
-        def fold(i: jax.Array, softmax: Softmax, page_C: jax.Array) -> Softmax:
-            key_C = key_of(i)
-            k_CH, v_CH = load_slots(pages_ref, page_C, k, jnp.minimum(key_C, end - 1), dtype)
+            k_CH, v_CH = load_keys(
+                pages_ref, page_table_ref, b, k, jnp.minimum(key_C, end - 1), dtype
+            )
             return softmax.fold(q_RH, k_CH, v_CH, (key_C < end)[None, :], scoring)
 
         blocks = lax.div(end - begin + (block - 1), block)
-        start = Softmax.start(R, q_RH.shape[1])
-        if config.ahead:
-            softmax, _ = lax.fori_loop(
-                0,
-                blocks,
-                lambda i, c: (fold(i, c[0], c[1]), page_of(i + 1)),
-                (start, page_of(jnp.zeros_like(b))),
-            )
-        else:
-            softmax = lax.fori_loop(0, blocks, lambda i, c: fold(i, c, page_of(i)), start)
+        softmax = lax.fori_loop(0, blocks, fold, Softmax.start(R, q_RH.shape[1]))
         out_RH = softmax.normalised()
 
         @pl.when(items == 1)
@@ -349,35 +324,37 @@ def _decode_kernel(
 
                 @pl.when(arrived == items - 1)
                 def _() -> None:
-                    arrived_ref[b, k] = jnp.zeros_like(b)
-                    _merge(part_ref, weight_ref, out_ref, b, k, first, items, config.num_warps, K, config.tile)
+                    arrived_ref[b, k] = jnp.zeros_like(b)  # for the next layer
+                    g_R = jnp.arange(_power_of_2(G))  # of which a dot wants more
+                    live_R, n_R = g_R < G, k * G + g_R
+                    held = config.num_warps * (4096 if B <= FEW else 2048)  # values, in registers
+                    block = max(1, held // (g_R.shape[0] * q_RH.shape[1]))
+                    out_RH = _merge(part_ref, weight_ref, first, items, n_R, live_R, block)
+                    b_R = jnp.full_like(n_R, b)
+                    store_rows(out_ref, b_R, n_R, value=out_RH, live_R=live_R)
 
 
 def _merge(
     part_ref: Any,
     weight_ref: Any,
-    out_ref: Any,
-    b: jax.Array,
-    k: jax.Array,
     first: jax.Array,
     items: jax.Array,
-    num_warps: int,
-    K: int,
-    tile: int,
-) -> None:
-    """Add the items' parts up, in their order whoever comes last: results do not vary."""
-    N, H = out_ref.shape[1:]
-    G = N // K
-    R, L = 1 << (G - 1).bit_length(), padded(H)
-    block = max(1, num_warps * 32 * tile // (R * L))
-    g_R, h_L = jnp.arange(R), jnp.arange(L)
-    n_R, live_R = k * G + g_R, g_R < G
-    live_RL = live_R[:, None] & (h_L < H)[None, :]
+    n_R: jax.Array,
+    live_R: jax.Array,
+    block: int,
+) -> jax.Array:
+    """[R, padded H]: the parts of `items` items from `first` on, `block` of them at once.
+
+    They are added up in their order, whoever comes last: the result does not vary.
+    """
+    H = part_ref.shape[2]
+    R, L = n_R.shape[0], padded(H)
+    live_RL = live_R[:, None] & (jnp.arange(L) < H)[None, :]
 
     def fold(i: jax.Array, state: Softmax) -> Softmax:
         nth_I = i * block + jnp.arange(block)
         w_I, live_I = first + nth_I, nth_I < items
-        # Volatile: other programs wrote these, past this processor's cache.
+        # Volatile: others wrote these, and this processor's cache does not hear of it.
         weight_IR = pltriton.load(
             weight_ref.at[w_I[:, None], n_R[None, :]],
             mask=live_I[:, None] & live_R[None, :],
@@ -385,7 +362,7 @@ def _merge(
             volatile=True,
         )
         part_IRL = pltriton.load(
-            part_ref.at[w_I[:, None, None], n_R[None, :, None], h_L[None, None, :]],
+            part_ref.at[w_I[:, None, None], n_R[None, :, None], jnp.arange(L)[None, None, :]],
             mask=live_I[:, None, None] & live_RL[None, :, :],
             other=0,
             volatile=True,
@@ -400,5 +377,4 @@ def _merge(
         )
 
     blocks = lax.div(items + (block - 1), block)
-    total = lax.fori_loop(0, blocks, fold, Softmax.start(R, L))
-    store_rows(out_ref, jnp.full_like(n_R, b), n_R, value=total.normalised(), live_R=live_R)
+    return lax.fori_loop(0, blocks, fold, Softmax.start(R, L)).normalised()
