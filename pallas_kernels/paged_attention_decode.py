@@ -68,10 +68,12 @@ def tuning_config(*, B: int, K: int, H: int, bytes_per_element: int) -> TuningCo
     if bytes_per_element == 4 or padded(H) == 256:
         return TuningConfig(32, 4, 2, 528)
     if B <= FEW:
-        return TuningConfig(64, 2, 2, 528)
-    if B * K >= 1024:
+        return TuningConfig(64, 4, 5, 132)
+    if B * K >= 2048:
         return TuningConfig(128, 4, 2, 528)
-    return TuningConfig(128, 2, 2, 1056)
+    if B * K >= 1024:
+        return TuningConfig(64, 2, 3, 1056)
+    return TuningConfig(64, 4, 7, 264 if B * K < 512 else 528)
 
 
 def paged_attention_decode(
