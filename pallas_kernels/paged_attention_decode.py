@@ -64,16 +64,21 @@ class TuningConfig:
 
 
 def tuning_config(*, B: int, K: int, H: int, bytes_per_element: int) -> TuningConfig:
-    """The setting for a batch of B sequences, chosen by what static shapes tell (H200)."""
-    if bytes_per_element == 4 or padded(H) == 256:
-        return TuningConfig(32, 4, 2, 528)
+    """The setting for a batch of B sequences, chosen by what static shapes tell (H200).
+
+    Where B * K programs are about two a processor, three blocks on their way let no more than
+    two programs into a processor's shared memory, which keeps the processors even.
+    """
+    wide = bytes_per_element == 4 or padded(H) == 256
     if B <= FEW:
-        return TuningConfig(64, 4, 5, 132)
+        return TuningConfig(32 if wide else 64, 4, 5, 132)
+    if wide:
+        return TuningConfig(32, 4, 2, 528)
     if B * K >= 2048:
         return TuningConfig(128, 4, 2, 528)
-    if B * K >= 1024:
-        return TuningConfig(64, 2, 3, 1056)
-    return TuningConfig(64, 4, 7, 264 if B * K < 512 else 528)
+    if B * K >= 512:
+        return TuningConfig(64, 2, 3, 1056 if B * K >= 1024 else 528)
+    return TuningConfig(64, 4, 7, 264)
 
 
 def paged_attention_decode(
@@ -91,6 +96,9 @@ def paged_attention_decode(
     interpret: bool = False,
 ) -> jax.Array:
     """Attention of one query a sequence to that sequence's pages.
+
+    Calls of one program with the same lengths and window share a plan of the work, and with it
+    counters that each call leaves at zero: let every call depend on the one before, as layers do.
 
     Args:
         q_TNH: queries; sequence b's is row b. T == B, or T >= B with `into_TNH`. Head n belongs
@@ -326,7 +334,8 @@ def _decode_kernel(
 
                 @pl.when(arrived == items - 1)
                 def _() -> None:
-                    arrived_ref[b, k] = jnp.zeros_like(b)  # for the next layer
+                    # An input, yet as the kernel found it once this is done: the next layer's.
+                    arrived_ref[b, k] = jnp.zeros_like(b)
                     g_R = jnp.arange(_power_of_2(G))  # of which a dot wants more
                     live_R, n_R = g_R < G, k * G + g_R
                     held = config.num_warps * (4096 if B <= FEW else 2048)  # values, in registers
