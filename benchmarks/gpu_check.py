@@ -140,8 +140,11 @@ def targets() -> Iterator[Target]:
 
 def prefill_share(rows: list[dict[str, Any]], heads: str) -> float | None:
     """The paged kernel's rate as a share of cuDNN's on dense keys, from the same run."""
-    rates = {"cuDNN" in row["work"]: row["tflops"] for row in rows if row["heads"] == heads}
-    return rates[False] / rates[True] if len(rates) == 2 else None
+    ours, cudnn = (
+        find(rows, "tflops", heads=heads, work="prompt of 8192", kernel=kernel)
+        for kernel in ("mosaic", "cuDNN, dense")
+    )
+    return ours / cudnn if ours and cudnn else None
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -21,11 +22,13 @@ import numpy as np
 
 from benchmarks.common import write_results
 from pallas_kernels import paged_attention_decode as decode
-from pallas_kernels import paged_attention_prefill as prefill
+from pallas_kernels.paged_attention_prefill import paged_attention_prefill
+from pallas_kernels.paged_attention_prefill_mosaic import paged_attention_prefill_mosaic
 
 COPY_RATE = 4.3e12  # bytes a second of a plain device copy on an H200
 S = 16
 POOL_BYTES = 1 << 31
+PREFILLS = {"mosaic": paged_attention_prefill_mosaic, "triton": paged_attention_prefill}
 MAX_CONTEXT = 32768  # width of the page tables, in tokens
 
 
@@ -172,13 +175,13 @@ def time_decode(
     }
 
 
-def compile_prefill(heads: Heads, T: int, config: prefill.TuningConfig | None) -> Any:
+def compile_prefill(heads: Heads, T: int, kernel: str) -> Any:
     """An executable (q, pool, table) -> q for four causal attentions of one prompt of T."""
 
     @jax.jit
     def chain(q: jax.Array, pool: jax.Array, table: jax.Array) -> jax.Array:
         for _ in range(4):
-            q = prefill.paged_attention_prefill(
+            q = PREFILLS[kernel](
                 q,
                 pool,
                 table,
@@ -187,7 +190,6 @@ def compile_prefill(heads: Heads, T: int, config: prefill.TuningConfig | None) -
                 num_decodes=jnp.int32(0),
                 num_seqs=jnp.int32(1),
                 scale=heads.H**-0.5,
-                config=config,
             )
         return q
 
@@ -204,13 +206,16 @@ def operations(heads: Heads, T: int) -> float:
     return 4 * heads.N * heads.H * T * (T + 1) / 2
 
 
-def time_prefill(heads: Heads, pool: jax.Array, T: int, compiled: Any) -> dict[str, Any]:
+def time_prefill(
+    heads: Heads, pool: jax.Array, T: int, kernel: str, compiled: Any
+) -> dict[str, Any]:
     """Time and rate of one prompt's causal attention."""
     table = page_tables(heads, (T,), 1)[0]
     q = jax.random.normal(jax.random.key(2), (T, heads.N, heads.H), jnp.bfloat16)
     taken = seconds(lambda q: compiled(q, pool, table), q, 4)
     return {
         "heads": str(heads),
+        "kernel": kernel,
         "work": f"prompt of {T}",
         "us": round(taken * 1e6, 1),
         "tflops": round(operations(heads, T) / taken / 1e12, 1),
@@ -234,7 +239,8 @@ def time_cudnn(heads: Heads, T: int) -> dict[str, Any]:
     taken = seconds(chain, q, 4)
     return {
         "heads": str(heads),
-        "work": f"prompt of {T}, dense, cuDNN",
+        "kernel": "cuDNN, dense",
+        "work": f"prompt of {T}",
         "us": round(taken * 1e6, 1),
         "tflops": round(operations(heads, T) / taken / 1e12, 1),
     }
@@ -249,24 +255,31 @@ def in_parallel(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
 def main() -> None:
     """Time all kernels and write results/kernels.json."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompt", type=int, default=8192, help="tokens of the prefill")
-    prompt = parser.parse_args().prompt
+    parser.add_argument(
+        "--prompts", type=int, nargs="+", default=[512, 8192], help="tokens of the prefills"
+    )
+    prompts = parser.parse_args().prompts
     pairs = [(heads, B) for heads in MODELS for B in BATCHES]
     decoders = dict(
         zip(pairs, in_parallel([partial(compile_decode, *p, None) for p in pairs]), strict=True)
     )
-    prefills = in_parallel([partial(compile_prefill, heads, prompt, None) for heads in MODELS])
+    works = list(product(MODELS, prompts, PREFILLS))
+    prefills = dict(
+        zip(works, in_parallel([partial(compile_prefill, *work) for work in works]), strict=True)
+    )
     decoded, prefilled = [], []
-    for heads, prompt_attention in zip(MODELS, prefills, strict=True):
+    for heads in MODELS:
         pool = make_pool(heads)
         for work in WORK:
             decoded.append(time_decode(heads, pool, work, decoders[heads, work[0]]))
             print(decoded[-1], flush=True)
-        prefilled.append(time_prefill(heads, pool, prompt, prompt_attention))
-        print(prefilled[-1], flush=True)
+        for prompt, kernel in product(prompts, PREFILLS):
+            compiled = prefills[heads, prompt, kernel]
+            prefilled.append(time_prefill(heads, pool, prompt, kernel, compiled))
+            print(prefilled[-1], flush=True)
         del pool
         if heads.H <= 128:
-            prefilled.append(time_cudnn(heads, prompt))
+            prefilled.append(time_cudnn(heads, max(prompts)))
             print(prefilled[-1], flush=True)
     settings = {
         f"{heads} B {B}": asdict(
@@ -277,7 +290,6 @@ def main() -> None:
     path = write_results(
         "kernels",
         {
-            "card": jax.devices()[0].device_kind,
             "copy_rate": COPY_RATE,
             "decode": decoded,
             "prefill": prefilled,
