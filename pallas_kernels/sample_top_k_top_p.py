@@ -1,0 +1,495 @@
+"""Drawing tokens under min-p, top-k and top-p without a sort, in Pallas' Triton dialect.
+
+One kernel reads the logits once and leaves the largest logit and the mass of every group of 32
+neighbours. The k-th largest of the groups' largest logits is a lower bound of the k-th largest
+logit, and masses bound top-p's threshold likewise; so a second kernel, which sees the groups
+alone, lists those that may hold a token that is kept: few, as a rule, and all of them where the
+filters keep nearly everything. A third finds the exact threshold among the listed groups'
+tokens, several pivots a pass, and a fourth draws, making noise where a token is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+GREEDY_TEMPERATURE = 1e-5  # below it a row takes its most likely token
+GROUP = 32  # neighbouring tokens that are listed together: a line of memory
+PIVOTS = 8  # thresholds tried in a pass
+EVERY_KEY = 0x7F7FFFFF  # the largest key of a finite distance
+NO_KEY = 0x7FFFFFFF
+LINEAR_PASSES = 4  # passes that divide a bracket evenly in distance; later ones in key
+
+
+@dataclass(frozen=True)
+class TuningConfig:
+    """How sampling is laid out on the card; never changes what it computes, save rounding.
+
+    Attributes:
+        block: logits that a program handles at once, a power of two from 256 to 4096.
+        num_warps: warps of a program, a power of two up to 16.
+        programs: programs that whole rows are shared out to.
+    """
+
+    block: int
+    num_warps: int
+    programs: int
+
+    def __post_init__(self) -> None:
+        if self.block not in (256, 512, 1024, 2048, 4096):
+            raise ValueError(f"block must be 256, 512, 1024, 2048 or 4096, got {self.block}")
+        if self.num_warps not in (1, 2, 4, 8, 16):
+            raise ValueError(f"num_warps must be 1, 2, 4, 8 or 16, got {self.num_warps}")
+        if self.programs < 1:
+            raise ValueError(f"programs must be positive, got {self.programs}")
+
+
+def tuning_config(*, R: int) -> TuningConfig:
+    """The setting for R rows (H200)."""
+    return TuningConfig(1024, 8, 1056)
+
+
+def sample_top_k_top_p(
+    logits_RV: jax.Array,
+    *,
+    seed_R2: jax.Array,
+    choice_R: jax.Array,
+    position_R: jax.Array,
+    temperature_R: jax.Array,
+    top_k_R: jax.Array,
+    top_p_R: jax.Array,
+    min_p_R: jax.Array,
+    config: TuningConfig | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Draw a token of each row from what min-p, top-k and top-p leave, in this order.
+
+    With x = (logit - largest logit) / temperature: min-p keeps exp(x) >= min_p; top-k keeps x at
+    least the k-th largest of those; top-p keeps x at least the largest t with
+    sum(exp(x) of those x >= t) >= top_p * sum(exp(x)). Ties with the last one kept are kept. The
+    token drawn has the largest x + noise, the first of them in a tie; the noise is
+    `jax.random.gumbel` of the key `seed` with `choice` and `position` folded in.
+
+    Args:
+        logits_RV: float32.
+        seed_R2: uint32, low and high word of a threefry key.
+        choice_R, position_R: int32.
+        temperature_R: float32; below 1e-5: the first of the largest logits.
+        top_k_R: int32; 0: off.
+        top_p_R: float32; 1: off.
+        min_p_R: float32; 0: off.
+        config: layout on the card; None: `tuning_config`.
+        interpret: run on any platform, slowly.
+
+    Returns:
+        int32 [R]; a token whatever the logits are.
+
+    Raises:
+        ValueError: shapes or dtypes outside these bounds.
+    """
+    R, V = logits_RV.shape
+    if logits_RV.dtype != jnp.float32:
+        raise ValueError(f"logits must be float32, got {logits_RV.dtype}")
+    config = config or tuning_config(R=R)
+    greedy_R = temperature_R < GREEDY_TEMPERATURE
+    temperature_R = jnp.where(greedy_R, 1.0, temperature_R)
+    settings = [
+        temperature_R,
+        jnp.where(greedy_R | (top_k_R >= V), 0, top_k_R),
+        jnp.where(greedy_R, 1.0, top_p_R),
+        jnp.where(greedy_R, 1.0, min_p_R),
+    ]
+    block, G = config.block, pl.cdiv(V, GROUP)
+    S = min(pl.cdiv(config.programs, R), pl.cdiv(V, block))
+    call = partial(
+        pl.pallas_call,
+        compiler_params=pltriton.CompilerParams(num_warps=config.num_warps, num_stages=2),
+        interpret=interpret,
+    )
+
+    def like(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    max_RG, mass_RG = call(
+        partial(_survey_kernel, S=S, block=block),
+        grid=(R * S,),
+        out_shape=[like(R, G), like(R, G)],
+        name="sample_survey",
+    )(logits_RV, temperature_R)
+    group_RG, listed_R, key_R, max_R, mass_R = call(
+        partial(_list_kernel, block=block),
+        grid=(R,),
+        out_shape=[
+            like(R, G + block, dtype=jnp.int32),
+            like(R, dtype=jnp.int32),
+            like(R, dtype=jnp.int32),
+            like(R),
+            like(R),
+        ],
+        name="sample_list",
+    )(max_RG, mass_RG, *settings)
+    rows = [logits_RV, group_RG, listed_R, max_R, temperature_R]
+    key_R = call(
+        partial(_threshold_kernel, block=block),
+        grid=(R,),
+        out_shape=like(R, dtype=jnp.int32),
+        name="sample_threshold",
+    )(*rows, key_R, mass_R, *settings[1:])
+    noisy_RS, token_RS = call(
+        partial(_draw_kernel, S=S, block=block),
+        grid=(R * S,),
+        out_shape=[like(R, S), like(R, S, dtype=jnp.int32)],
+        name="sample_draw",
+    )(*rows, key_R, settings[3], greedy_R, seed_R2, choice_R, position_R)
+    best_RS = noisy_RS == noisy_RS.max(axis=1, keepdims=True)
+    return jnp.minimum(jnp.where(best_RS, token_RS, V).min(axis=1), V - 1)
+
+
+def _load(ref: Any, r: jax.Array, index: jax.Array, mask: jax.Array, other: Any) -> jax.Array:
+    return pltriton.load(ref.at[jnp.full_like(index, r), index], mask=mask, other=other)
+
+
+def _key(x: jax.Array) -> jax.Array:
+    """int32 that grows with the distance -x of an x <= 0; beyond EVERY_KEY for -inf and NaN."""
+    return lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+
+
+def _distance(key: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(key, jnp.float32)
+
+
+def _survey_kernel(
+    logits_ref: Any, temperature_ref: Any, max_ref: Any, mass_ref: Any, *, S: int, block: int
+) -> None:
+    """Largest logit of each group, and its tokens' mass relative to that."""
+    V, G = logits_ref.shape[1], max_ref.shape[1]
+    pid = pl.program_id(0)
+    r, s = lax.div(pid, S), lax.rem(pid, S)
+    temperature = temperature_ref[r]
+    groups = block // GROUP
+    token_XY = jnp.arange(groups)[:, None] * GROUP + jnp.arange(GROUP)[None, :]
+
+    def fold(i: jax.Array, _: Any) -> Any:
+        tile = s + i * S
+        token = tile * block + token_XY
+        logit = _load(logits_ref, r, token, token < V, -jnp.inf)
+        largest_X = logit.max(axis=1)
+        base_X = jnp.where(largest_X == -jnp.inf, 0.0, largest_X)
+        mass_X = jnp.exp((logit - base_X[:, None]) / temperature).sum(axis=1)
+        g_X = tile * groups + jnp.arange(groups)
+        r_X = jnp.full_like(g_X, r)
+        pltriton.store(max_ref.at[r_X, g_X], largest_X, mask=g_X < G)
+        pltriton.store(mass_ref.at[r_X, g_X], mass_X, mask=g_X < G)
+        return _
+
+    lax.fori_loop(0, lax.div(pl.cdiv(V, block) - s + (S - 1), S), fold, 0)
+
+
+class _Bracket(NamedTuple):
+    """Where a threshold lies: what keys <= low hold is too little, keys <= high hold enough."""
+
+    low: jax.Array
+    high: jax.Array
+    low_count: jax.Array
+    high_count: jax.Array
+    high_mass: jax.Array
+    passes: jax.Array
+    done: jax.Array
+
+
+def _search(
+    measure: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+    need: jax.Array,
+    high: jax.Array,
+    *,
+    by_count: bool,
+    skip: jax.Array,
+    tolerance: int,
+) -> _Bracket:
+    """The smallest key that holds `need` tokens or mass; `high` where none does.
+
+    Args:
+        measure: number and mass of what has a key up to each of some pivots.
+        skip: no search is wanted.
+        tolerance: stop where the bracket holds this many tokens (and a quarter if not 1).
+    """
+    nth_P = jnp.arange(PIVOTS) + 1
+
+    def divide(b: _Bracket) -> _Bracket:
+        from_ = _distance(jnp.maximum(b.low, 0))
+        linear_P = _key(from_ + (_distance(b.high) - from_) * (nth_P / PIVOTS))
+        step = jnp.maximum(lax.div(b.high - b.low, PIVOTS), 1)
+        pivot_P = jnp.where(b.passes < LINEAR_PASSES, linear_P, b.low + step * nth_P)
+        pivot_P = jnp.minimum(jnp.maximum(pivot_P, b.low + 1), b.high)
+        pivot_P = jnp.where(nth_P == PIVOTS, b.high, pivot_P)
+        count_P, mass_P = measure(pivot_P)
+        enough_P = (count_P if by_count else mass_P) >= need
+        low = jnp.maximum(b.low, jnp.where(enough_P, -1, pivot_P).max())
+        high = jnp.where(enough_P, pivot_P, b.high).min()
+        low_count = jnp.maximum(b.low_count, jnp.where(enough_P, 0, count_P).max())
+        high_count = jnp.where(enough_P, count_P, NO_KEY).min()
+        high_mass = jnp.where(enough_P, mass_P, jnp.inf).min()
+        # Not even all of them hold enough.
+        none = high_count == NO_KEY
+        high_count = jnp.where(none, count_P.max(), high_count)
+        high_mass = jnp.where(none, mass_P.max(), high_mass)
+        slack = tolerance if tolerance == 1 else tolerance + lax.div(low_count, 4)
+        done = none | (high - low <= 1) | (high_count - low_count <= slack)
+        if by_count:
+            done |= high_count == need
+        return _Bracket(low, high, low_count, high_count, high_mass, b.passes + 1, done)
+
+    zero = jnp.int32(0)
+    start = _Bracket(jnp.int32(-1), high, zero, zero, jnp.float32(0), zero, skip)
+    return lax.while_loop(lambda b: ~b.done, divide, start)
+
+
+def _list_kernel(
+    max_ref: Any,
+    mass_ref: Any,
+    temperature_ref: Any,
+    top_k_ref: Any,
+    top_p_ref: Any,
+    min_p_ref: Any,
+    group_ref: Any,
+    listed_ref: Any,
+    key_ref: Any,
+    row_max_ref: Any,
+    row_mass_ref: Any,
+    *,
+    block: int,
+) -> None:
+    """The groups that may hold a token that is kept, and a key that no such token exceeds."""
+    G = max_ref.shape[1]
+    r = pl.program_id(0)
+    temperature, top_k = temperature_ref[r], top_k_ref[r]
+    top_p, min_p = top_p_ref[r], min_p_ref[r]
+    tiles = pl.cdiv(G, block)
+    g_B = jnp.arange(block)
+
+    def largest(i: jax.Array, other: float = -jnp.inf) -> jax.Array:
+        return _load(max_ref, r, i * block + g_B, i * block + g_B < G, other)
+
+    def extremes(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        logit_B = largest(i)
+        finite_B = jnp.where(logit_B > -jnp.inf, logit_B, jnp.inf)
+        return jnp.maximum(state[0], logit_B), jnp.minimum(state[1], finite_B)
+
+    infinite_B = jnp.full((block,), jnp.inf)
+    best_B, worst_B = lax.fori_loop(0, tiles, extremes, (-infinite_B, infinite_B))
+    best = best_B.max()
+    farthest = jnp.minimum(_key((worst_B.min() - best) / temperature), EVERY_KEY)
+
+    def x_of(i: jax.Array) -> jax.Array:
+        return (largest(i) - best) / temperature
+
+    def mass_of(i: jax.Array, x_B: jax.Array) -> jax.Array:
+        g = i * block + g_B
+        return _load(mass_ref, r, g, g < G, 0.0) * jnp.exp(x_B)
+
+    def measure(pivot_P: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Mass is at least this: of a group's tokens only those nearer than the pivot count."""
+        beyond_P = (GROUP - 1) * jnp.exp(-_distance(pivot_P))
+
+        def fold(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            x_B = x_of(i)
+            within_PB = _key(x_B)[None, :] <= pivot_P[:, None]
+            least_PB = jnp.maximum(
+                jnp.exp(x_B)[None, :], mass_of(i, x_B)[None, :] - beyond_P[:, None]
+            )
+            return (
+                state[0] + within_PB.astype(jnp.int32),
+                state[1] + jnp.where(within_PB, least_PB, 0.0),
+            )
+
+        zeros = (jnp.zeros((PIVOTS, block), jnp.int32), jnp.zeros((PIVOTS, block), jnp.float32))
+        count_PB, mass_PB = lax.fori_loop(0, tiles, fold, zeros)
+        return count_PB.sum(axis=1), mass_PB.sum(axis=1)
+
+    total_B = lax.fori_loop(
+        0, tiles, lambda i, sum_B: sum_B + mass_of(i, x_of(i)), jnp.zeros((block,), jnp.float32)
+    )
+    total = total_B.sum()
+    key = jnp.int32(EVERY_KEY)
+    search = partial(_search, measure, high=farthest, tolerance=8)
+    skip = (top_k <= 0) | (top_k > G)
+    found = search(top_k, by_count=True, skip=skip)
+    key = jnp.where(skip | (found.high_count < top_k), key, found.high)
+    # Top-p's bound is of use if the tokens that it takes its share of need not be listed.
+    skip = (top_k > 0) | (min_p > 0) | ~(top_p < 1)
+    need = top_p * total * (1 + 1e-5)  # more than rounding takes off
+    found = search(need, by_count=False, skip=skip)
+    key = jnp.where(skip | ~(found.high_mass >= need), key, found.high)
+    by_min_p = -jnp.log(jnp.maximum(min_p, 1e-37)) * (1 + 1e-5) + 1e-5
+    key = jnp.where(min_p > 0, jnp.minimum(key, _key(by_min_p)), key)
+
+    def write(i: jax.Array, listed: jax.Array) -> jax.Array:
+        wanted_B = _key(x_of(i)) <= key
+        ones_B = wanted_B.astype(jnp.int32)
+        # Interpret mode writes masked places back: theirs must not be another's.
+        place_B = jnp.where(wanted_B, listed + jnp.cumsum(ones_B) - 1, G + g_B)
+        place = group_ref.at[jnp.full_like(place_B, r), place_B]
+        pltriton.store(place, i * block + g_B, mask=wanted_B)
+        return listed + ones_B.sum()
+
+    listed_ref[r] = lax.fori_loop(0, tiles, write, jnp.int32(0))
+    key_ref[r] = key
+    row_max_ref[r] = best
+    row_mass_ref[r] = total
+
+
+class _Row(NamedTuple):
+    """The tokens of a row's listed groups, a tile of `block` at a time."""
+
+    logits_ref: Any
+    group_ref: Any
+    r: jax.Array
+    listed: jax.Array
+    best: jax.Array
+    temperature: jax.Array
+    block: int
+
+    def tiles(self) -> jax.Array:
+        groups = self.block // GROUP
+        return lax.div(self.listed + (groups - 1), groups)
+
+    def load(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Tokens, and x of each."""
+        lane_B = jnp.arange(self.block)
+        nth_B = i * (self.block // GROUP) + lax.div(lane_B, GROUP)
+        live_B = nth_B < self.listed
+        group_B = _load(self.group_ref, self.r, nth_B, live_B, 0)
+        token_B = group_B * GROUP + lax.rem(lane_B, GROUP)
+        live_B &= token_B < self.logits_ref.shape[1]
+        logit_B = _load(self.logits_ref, self.r, token_B, live_B, -jnp.inf)
+        return token_B, (logit_B - self.best) / self.temperature
+
+
+def _threshold_kernel(
+    logits_ref: Any,
+    group_ref: Any,
+    listed_ref: Any,
+    max_ref: Any,
+    temperature_ref: Any,
+    bound_ref: Any,
+    mass_ref: Any,
+    top_k_ref: Any,
+    top_p_ref: Any,
+    min_p_ref: Any,
+    key_ref: Any,
+    *,
+    block: int,
+) -> None:
+    """The key of the last token that top-k and top-p keep."""
+    r = pl.program_id(0)
+    row = _Row(
+        logits_ref, group_ref, r, listed_ref[r], max_ref[r], temperature_ref[r], block
+    )
+    top_k, top_p, min_p = top_k_ref[r], top_p_ref[r], min_p_ref[r]
+
+    def measure(pivot_P: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def fold(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            _, x_B = row.load(i)
+            weight_B = jnp.exp(x_B)
+            key_B = jnp.where(weight_B >= min_p, _key(x_B), NO_KEY)
+            within_PB = key_B[None, :] <= pivot_P[:, None]
+            return (
+                state[0] + within_PB.astype(jnp.int32),
+                state[1] + jnp.where(within_PB, weight_B[None, :], 0.0),
+            )
+
+        zeros = (jnp.zeros((PIVOTS, block), jnp.int32), jnp.zeros((PIVOTS, block), jnp.float32))
+        count_PB, mass_PB = lax.fori_loop(0, row.tiles(), fold, zeros)
+        return count_PB.sum(axis=1), mass_PB.sum(axis=1)
+
+    by_mass = top_p < 1
+    # Min-p alone takes a pass as well, for the mass that it leaves.
+    skip = (top_k <= 0) & ~((min_p > 0) & by_mass)
+    count = jnp.where(top_k > 0, top_k, NO_KEY)
+    search = partial(_search, measure, tolerance=1)
+    bound = bound_ref[r]
+    found = search(count, bound, by_count=True, skip=skip)
+    total = jnp.where(skip, mass_ref[r], found.high_mass)
+    # The best token alone weighs 1: a top_p that rounds to nothing still keeps it.
+    need = jnp.maximum(top_p * total, 1e-30)
+    key_ref[r] = search(need, found.high, by_count=False, skip=~by_mass).high
+
+
+def _draw_kernel(
+    logits_ref: Any,
+    group_ref: Any,
+    listed_ref: Any,
+    max_ref: Any,
+    temperature_ref: Any,
+    key_ref: Any,
+    min_p_ref: Any,
+    greedy_ref: Any,
+    seed_ref: Any,
+    choice_ref: Any,
+    position_ref: Any,
+    noisy_ref: Any,
+    token_ref: Any,
+    *,
+    S: int,
+    block: int,
+) -> None:
+    """The best of every S-th tile by x + noise."""
+    pid = pl.program_id(0)
+    r, s = lax.div(pid, S), lax.rem(pid, S)
+    row = _Row(
+        logits_ref, group_ref, r, listed_ref[r], max_ref[r], temperature_ref[r], block
+    )
+    key, min_p, greedy = key_ref[r], min_p_ref[r], greedy_ref[r]
+    words = seed_ref[r, 0], seed_ref[r, 1]
+    for data in (choice_ref[r], position_ref[r]):
+        words = threefry(words, jnp.uint32(0), data.astype(jnp.uint32))
+
+    def fold(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        token_B, x_B = row.load(s + i * S)
+        kept_B = (_key(x_B) <= key) & (jnp.exp(x_B) >= min_p)
+
+        def draw() -> tuple[jax.Array, jax.Array]:
+            noise_B = jnp.where(greedy, 0.0, gumbel(words, token_B))
+            noisy_B = jnp.where(kept_B, x_B + noise_B, -jnp.inf)
+            better_B = noisy_B > state[0]
+            return jnp.where(better_B, noisy_B, state[0]), jnp.where(better_B, token_B, state[1])
+
+        return lax.cond(kept_B.astype(jnp.int32).max() > 0, draw, lambda: state)
+
+    V = logits_ref.shape[1]
+    start = jnp.full((block,), -jnp.inf), jnp.full((block,), V, jnp.int32)
+    tiles = lax.div(jnp.maximum(row.tiles() - s, 0) + (S - 1), S)
+    noisy_B, token_B = lax.fori_loop(0, tiles, fold, start)
+    noisy = noisy_B.max()
+    noisy_ref[r, s] = noisy
+    token_ref[r, s] = jnp.where(noisy_B == noisy, token_B, V).min()
+
+
+def threefry(
+    key: tuple[jax.Array, jax.Array], x: jax.Array, y: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Threefry-2x32 of 20 rounds (Salmon et al., 2011), as in `jax.random`; uint32 throughout."""
+    words = (*key, key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
+    x, y = x + words[0], y + words[1]
+    for i in range(5):
+        for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
+            x = x + y
+            y = ((y << jnp.uint32(turn)) | (y >> jnp.uint32(32 - turn))) ^ x
+        x, y = x + words[(i + 1) % 3], y + words[(i + 2) % 3] + jnp.uint32(i + 1)
+    return x, y
+
+
+def gumbel(key: tuple[jax.Array, jax.Array], token: jax.Array) -> jax.Array:
+    """What `jax.random.gumbel` of a float32 array gives to its entry `token`."""
+    x, y = threefry(key, jnp.uint32(0), token.astype(jnp.uint32))
+    mantissa = ((x ^ y) >> jnp.uint32(9)) | jnp.uint32(0x3F800000)
+    uniform = lax.bitcast_convert_type(mantissa, jnp.float32) - 1.0
+    return -jnp.log(-jnp.log(jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)))
