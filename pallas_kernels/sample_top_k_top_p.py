@@ -21,7 +21,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-GREEDY_TEMPERATURE = 1e-5  # below it a row takes its most likely token
+from pallas_kernels.sampling import GREEDY_TEMPERATURE
+
 GROUP = 32  # neighbouring tokens that are listed together: a line of memory
 PIVOTS = 8  # thresholds tried in a pass
 EVERY_KEY = 0x7F7FFFFF  # the largest key of a finite distance
@@ -64,36 +65,21 @@ def sample_top_k_top_p(
     choice_R: jax.Array,
     position_R: jax.Array,
     temperature_R: jax.Array,
-    top_k_R: jax.Array,
-    top_p_R: jax.Array,
-    min_p_R: jax.Array,
+    top_k_R: jax.Array | None = None,
+    top_p_R: jax.Array | None = None,
+    min_p_R: jax.Array | None = None,
     config: TuningConfig | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Draw a token of each row from what min-p, top-k and top-p leave, in this order.
-
-    With x = (logit - largest logit) / temperature: min-p keeps exp(x) >= min_p; top-k keeps x at
-    least the k-th largest of those; top-p keeps x at least the largest t with
-    sum(exp(x) of those x >= t) >= top_p * sum(exp(x)). Ties with the last one kept are kept. The
-    token drawn has the largest x + noise, the first of them in a tie; the noise is
-    `jax.random.gumbel` of the key `seed` with `choice` and `position` folded in.
+    """What `sampling.draw_tokens` does, with the same arguments, but for rounding.
 
     Args:
         logits_RV: float32.
-        seed_R2: uint32, low and high word of a threefry key.
-        choice_R, position_R: int32.
-        temperature_R: float32; below 1e-5: the first of the largest logits.
-        top_k_R: int32; 0: off.
-        top_p_R: float32; 1: off.
-        min_p_R: float32; 0: off.
         config: layout on the card; None: `tuning_config`.
         interpret: run on any platform, slowly.
 
-    Returns:
-        int32 [R]; a token whatever the logits are.
-
     Raises:
-        ValueError: shapes or dtypes outside these bounds.
+        ValueError: other logits.
     """
     R, V = logits_RV.shape
     if logits_RV.dtype != jnp.float32:
@@ -101,11 +87,14 @@ def sample_top_k_top_p(
     config = config or tuning_config(R=R)
     greedy_R = temperature_R < GREEDY_TEMPERATURE
     temperature_R = jnp.where(greedy_R, 1.0, temperature_R)
+    top_k_R = jnp.zeros((R,), jnp.int32) if top_k_R is None else top_k_R
+    top_p_R = jnp.ones((R,), jnp.float32) if top_p_R is None else top_p_R
+    min_p_R = jnp.zeros((R,), jnp.float32) if min_p_R is None else min_p_R
     settings = [
         temperature_R,
         jnp.where(greedy_R | (top_k_R >= V), 0, top_k_R),
         jnp.where(greedy_R, 1.0, top_p_R),
-        jnp.where(greedy_R, 1.0, min_p_R),
+        jnp.where(greedy_R, 1.0, min_p_R),  # only the best weigh 1
     ]
     block, G = config.block, pl.cdiv(V, GROUP)
     S = min(pl.cdiv(config.programs, R), pl.cdiv(V, block))
@@ -390,9 +379,7 @@ def _threshold_kernel(
 ) -> None:
     """The key of the last token that top-k and top-p keep."""
     r = pl.program_id(0)
-    row = _Row(
-        logits_ref, group_ref, r, listed_ref[r], max_ref[r], temperature_ref[r], block
-    )
+    row = _Row(logits_ref, group_ref, r, listed_ref[r], max_ref[r], temperature_ref[r], block)
     top_k, top_p, min_p = top_k_ref[r], top_p_ref[r], min_p_ref[r]
 
     def measure(pivot_P: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -444,9 +431,7 @@ def _draw_kernel(
     """The best of every S-th tile by x + noise."""
     pid = pl.program_id(0)
     r, s = lax.div(pid, S), lax.rem(pid, S)
-    row = _Row(
-        logits_ref, group_ref, r, listed_ref[r], max_ref[r], temperature_ref[r], block
-    )
+    row = _Row(logits_ref, group_ref, r, listed_ref[r], max_ref[r], temperature_ref[r], block)
     key, min_p, greedy = key_ref[r], min_p_ref[r], greedy_ref[r]
     words = seed_ref[r, 0], seed_ref[r, 1]
     for data in (choice_ref[r], position_ref[r]):
