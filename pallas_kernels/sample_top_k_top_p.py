@@ -27,6 +27,7 @@ GROUP = 32  # neighbouring tokens that are listed together: a line of memory
 PIVOTS = 8  # thresholds tried in a pass
 EVERY_KEY = 0x7F7FFFFF  # the largest key of a finite distance
 NO_KEY = 0x7FFFFFFF
+MAX_NOISE = 15.95  # more than any of `gumbel`, whose uniform numbers end at 1 - 2 ** -23
 LINEAR_PASSES = 4  # passes that divide a bracket evenly in distance; later ones in key
 
 
@@ -124,7 +125,7 @@ def sample_top_k_top_p(
             like(R),
         ],
         name="sample_list",
-    )(max_RG, mass_RG, *settings)
+    )(max_RG, mass_RG, *settings, logits_RV, seed_R2, choice_R, position_R)
     rows = [logits_RV, group_RG, listed_R, max_R, temperature_R]
     key_R = call(
         partial(_threshold_kernel, block=block),
@@ -248,6 +249,10 @@ def _list_kernel(
     top_k_ref: Any,
     top_p_ref: Any,
     min_p_ref: Any,
+    logits_ref: Any,
+    seed_ref: Any,
+    choice_ref: Any,
+    position_ref: Any,
     group_ref: Any,
     listed_ref: Any,
     key_ref: Any,
@@ -319,6 +324,22 @@ def _list_kernel(
     key = jnp.where(skip | ~(found.high_mass >= need), key, found.high)
     by_min_p = -jnp.log(jnp.maximum(min_p, 1e-37)) * (1 + 1e-5) + 1e-5
     key = jnp.where(min_p > 0, jnp.minimum(key, _key(by_min_p)), key)
+
+    def by_noise() -> jax.Array:
+        """Without filters: noise cannot lift a token beyond this to the best group's height."""
+
+        def first(i: jax.Array, at_B: jax.Array) -> jax.Array:
+            return jnp.minimum(at_B, jnp.where(largest(i) == best, i * block + g_B, G - 1))
+
+        best_group = lax.fori_loop(0, tiles, first, jnp.full((block,), G - 1)).min()
+        token = best_group * GROUP + jnp.arange(GROUP)
+        logit = _load(logits_ref, r, token, token < logits_ref.shape[1], -jnp.inf)
+        words = _noise_key(seed_ref, choice_ref, position_ref, r)
+        noisy = ((logit - best) / temperature + gumbel(words, token)).max()
+        return jnp.minimum(key, _key(MAX_NOISE - noisy))
+
+    filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
+    key = lax.cond(filtered, lambda: key, by_noise)
 
     def write(i: jax.Array, listed: jax.Array) -> jax.Array:
         wanted_B = _key(x_of(i)) <= key
@@ -433,9 +454,7 @@ def _draw_kernel(
     r, s = lax.div(pid, S), lax.rem(pid, S)
     row = _Row(logits_ref, group_ref, r, listed_ref[r], max_ref[r], temperature_ref[r], block)
     key, min_p, greedy = key_ref[r], min_p_ref[r], greedy_ref[r]
-    words = seed_ref[r, 0], seed_ref[r, 1]
-    for data in (choice_ref[r], position_ref[r]):
-        words = threefry(words, jnp.uint32(0), data.astype(jnp.uint32))
+    words = _noise_key(seed_ref, choice_ref, position_ref, r)
 
     def fold(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         token_B, x_B = row.load(s + i * S)
@@ -456,6 +475,15 @@ def _draw_kernel(
     noisy = noisy_B.max()
     noisy_ref[r, s] = noisy
     token_ref[r, s] = jnp.where(noisy_B == noisy, token_B, V).min()
+
+
+def _noise_key(
+    seed_ref: Any, choice_ref: Any, position_ref: Any, r: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    key = seed_ref[r, 0], seed_ref[r, 1]
+    for data in (choice_ref[r], position_ref[r]):
+        key = threefry(key, jnp.uint32(0), data.astype(jnp.uint32))
+    return key
 
 
 def threefry(

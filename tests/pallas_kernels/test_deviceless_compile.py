@@ -45,3 +45,10 @@ def test_real_models_in_bfloat16() -> None:
 def test_other_head_dims_and_dtypes() -> None:
     arguments = ("--names", "head-80", "head-64", "gemma-3", "--steps", "8x8", "64x8")
     assert len(compiled(*arguments, "--dtypes", "float32", "float16")) == 12
+
+
+def test_sampling_needs_little_memory() -> None:
+    lines = compiled("--sampling", "1", "256", "--names")
+    assert len(lines) == 2
+    # Far less than the logits, of which a second array would take 156 megabytes.
+    assert all(int(line.split()[-2]) < 20 << 20 for line in lines)
