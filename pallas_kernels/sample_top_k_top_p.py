@@ -4,8 +4,9 @@ One kernel reads the logits once and leaves the largest logit and the mass of ev
 neighbours. The k-th largest of the groups' largest logits is a lower bound of the k-th largest
 logit, and masses bound top-p's threshold likewise; so a second kernel, which sees the groups
 alone, lists those that may hold a token that is kept: few, as a rule, and all of them where the
-filters keep nearly everything. A third finds the exact threshold among the listed groups'
-tokens, several pivots a pass, and a fourth draws, making noise where a token is kept.
+filters keep nearly everything. Where many are listed, two more passes narrow down where the
+threshold lies. The tokens that are left to look at are gathered, the exact threshold is found
+among them, several pivots a pass, and the last kernel draws, making noise where a token is kept.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.sampling import GREEDY_TEMPERATURE
 
 GROUP = 32  # neighbouring tokens that are listed together: a line of memory
-PIVOTS = 8  # thresholds tried in a pass
+PIVOTS = 8  # thresholds tried in a pass over few tokens or groups
+NARROW_PIVOTS = 16  # and over many tokens, all of whose programs take part
 EVERY_KEY = 0x7F7FFFFF  # the largest key of a finite distance
 NO_KEY = 0x7FFFFFFF
 MAX_NOISE = 15.95  # more than any of `gumbel`, whose uniform numbers end at 1 - 2 ** -23
@@ -39,11 +41,16 @@ class TuningConfig:
         block: logits that a program handles at once, a power of two from 256 to 4096.
         num_warps: warps of a program, a power of two up to 16.
         programs: programs that whole rows are shared out to.
+        many_groups: groups listed of a row from which on the search for its threshold is narrowed
+            down by all programs first.
+        gathered: tokens of a row that are gathered at most, a multiple of `block`.
     """
 
     block: int
     num_warps: int
     programs: int
+    many_groups: int = 512
+    gathered: int = 8192
 
     def __post_init__(self) -> None:
         if self.block not in (256, 512, 1024, 2048, 4096):
@@ -52,11 +59,15 @@ class TuningConfig:
             raise ValueError(f"num_warps must be 1, 2, 4, 8 or 16, got {self.num_warps}")
         if self.programs < 1:
             raise ValueError(f"programs must be positive, got {self.programs}")
+        if self.many_groups < 0:
+            raise ValueError(f"many_groups must not be negative, got {self.many_groups}")
+        if self.gathered < 1 or self.gathered % self.block:
+            raise ValueError(f"gathered must be a multiple of block, got {self.gathered}")
 
 
 def tuning_config(*, R: int) -> TuningConfig:
     """The setting for R rows (H200)."""
-    return TuningConfig(1024, 8, 1056)
+    return TuningConfig(1024, 4, 2112) if R >= 64 else TuningConfig(1024, 8, 1056)
 
 
 def sample_top_k_top_p(
@@ -98,6 +109,7 @@ def sample_top_k_top_p(
         jnp.where(greedy_R, 1.0, min_p_R),  # only the best weigh 1
     ]
     block, G = config.block, pl.cdiv(V, GROUP)
+    gather_block, gather_warps = min(4 * block, 4096), min(4 * config.num_warps, 16)
     S = min(pl.cdiv(config.programs, R), pl.cdiv(V, block))
     call = partial(
         pl.pallas_call,
@@ -114,7 +126,7 @@ def sample_top_k_top_p(
         out_shape=[like(R, G), like(R, G)],
         name="sample_survey",
     )(logits_RV, temperature_R)
-    group_RG, listed_R, key_R, max_R, mass_R = call(
+    group_RG, listed_R, bound_R, max_R, mass_R = call(
         partial(_list_kernel, block=block),
         grid=(R,),
         out_shape=[
@@ -127,18 +139,27 @@ def sample_top_k_top_p(
         name="sample_list",
     )(max_RG, mass_RG, *settings, logits_RV, seed_R2, choice_R, position_R)
     rows = [logits_RV, group_RG, listed_R, max_R, temperature_R]
+    top_k_R, top_p_R, min_p_R = settings[1:]
+    bracket = _narrow(call, config, rows, bound_R, mass_R, top_k_R, top_p_R, min_p_R, S)
+    gathered_RX, count_R = call(
+        partial(_gather_kernel, gathered=config.gathered, block=gather_block),
+        grid=(R,),
+        out_shape=[like(R, config.gathered + gather_block), like(R, dtype=jnp.int32)],
+        compiler_params=pltriton.CompilerParams(num_warps=gather_warps, num_stages=1),
+        name="sample_gather",
+    )(*rows, *bracket[:2], top_k_R, min_p_R)
     key_R = call(
-        partial(_threshold_kernel, block=block),
+        partial(_threshold_kernel, gathered=config.gathered, block=block),
         grid=(R,),
         out_shape=like(R, dtype=jnp.int32),
         name="sample_threshold",
-    )(*rows, key_R, mass_R, *settings[1:])
+    )(*rows, gathered_RX, count_R, *bracket, mass_R, top_k_R, top_p_R, min_p_R)
     noisy_RS, token_RS = call(
         partial(_draw_kernel, S=S, block=block),
         grid=(R * S,),
         out_shape=[like(R, S), like(R, S, dtype=jnp.int32)],
         name="sample_draw",
-    )(*rows, key_R, settings[3], greedy_R, seed_R2, choice_R, position_R)
+    )(*rows, key_R, min_p_R, greedy_R, seed_R2, choice_R, position_R)
     best_RS = noisy_RS == noisy_RS.max(axis=1, keepdims=True)
     return jnp.minimum(jnp.where(best_RS, token_RS, V).min(axis=1), V - 1)
 
@@ -188,6 +209,71 @@ class _Bracket(NamedTuple):
 
     low: jax.Array
     high: jax.Array
+    low_value: jax.Array  # what keys <= low hold, a number or a mass
+
+
+def _pivots(low: jax.Array, high: jax.Array, count: int, linear: jax.Array | bool) -> jax.Array:
+    """Keys that divide a bracket in distance, or in key, along a new last axis; `high` is last."""
+    nth_P = jnp.arange(count) + 1
+    low, high = low[..., None], high[..., None]
+    nearest = _distance(jnp.maximum(low, 0))
+    even_P = _key(nearest + (_distance(high) - nearest) * (nth_P / count))
+    step = jnp.maximum(lax.div(high - low, count), 1)
+    pivot_P = jnp.where(linear, even_P, low + step * nth_P)
+    pivot_P = jnp.minimum(jnp.maximum(pivot_P, low + 1), high)
+    return jnp.where(nth_P == count, high, pivot_P)
+
+
+def _narrow(
+    call: Any,
+    config: TuningConfig,
+    rows: list[jax.Array],
+    bound_R: jax.Array,
+    mass_R: jax.Array,
+    top_k_R: jax.Array,
+    top_p_R: jax.Array,
+    min_p_R: jax.Array,
+    S: int,
+) -> _Bracket:
+    """Rows that list many groups get a bracket of few tokens; the others all up to their bound."""
+    R = bound_R.shape[0]
+    by_count_R = top_k_R > 0
+    wide_R = (rows[2] > config.many_groups) & (by_count_R | ((top_p_R < 1) & (min_p_R == 0)))
+    need_R = jnp.where(by_count_R, top_k_R.astype(jnp.float32), _needed(top_p_R, mass_R))
+    b = _Bracket(jnp.full_like(bound_R, -1), bound_R, jnp.zeros_like(mass_R))
+    for _ in range(2):
+        pivot_RP = _pivots(b.low, b.high, NARROW_PIVOTS, True)
+        part_RSP = call(
+            partial(_narrow_kernel, S=S, block=config.block),
+            grid=(R * S,),
+            out_shape=jax.ShapeDtypeStruct((R, S, NARROW_PIVOTS), jnp.float32),
+            name="sample_narrow",
+        )(*rows, pivot_RP, top_k_R, min_p_R, wide_R)
+        value_RP = part_RSP.sum(axis=1)
+        enough_RP = value_RP >= need_R[:, None]
+        # What is too little stays so in other orders of summation: a hair of mass is left over.
+        short_RP = value_RP < jnp.where(by_count_R, need_R, need_R * (1 - 1e-5))[:, None]
+        low_R = jnp.maximum(b.low, jnp.where(short_RP, pivot_RP, -1).max(axis=1))
+        value_R = jnp.maximum(b.low_value, jnp.where(short_RP, value_RP, 0.0).max(axis=1))
+        high_R = jnp.where(enough_RP, pivot_RP, b.high[:, None]).min(axis=1)
+        b = _Bracket(
+            jnp.where(wide_R, low_R, b.low),
+            jnp.where(wide_R, high_R, b.high),
+            jnp.where(wide_R, value_R, b.low_value),
+        )
+    return b
+
+
+def _needed(top_p: jax.Array, mass: jax.Array) -> jax.Array:
+    # The best token alone weighs 1: a top_p that rounds to nothing still keeps it.
+    return jnp.maximum(top_p * mass, 1e-30)
+
+
+class _Found(NamedTuple):
+    """A bracket in a search, with what it needs to know when to stop."""
+
+    low: jax.Array
+    high: jax.Array
     low_count: jax.Array
     high_count: jax.Array
     high_mass: jax.Array
@@ -203,23 +289,18 @@ def _search(
     by_count: bool,
     skip: jax.Array,
     tolerance: int,
-) -> _Bracket:
-    """The smallest key that holds `need` tokens or mass; `high` where none does.
+    low: jax.Array | int = -1,
+) -> _Found:
+    """The smallest key above `low` that holds `need` tokens or mass; `high` where none does.
 
     Args:
         measure: number and mass of what has a key up to each of some pivots.
         skip: no search is wanted.
         tolerance: stop where the bracket holds this many tokens (and a quarter if not 1).
     """
-    nth_P = jnp.arange(PIVOTS) + 1
 
-    def divide(b: _Bracket) -> _Bracket:
-        from_ = _distance(jnp.maximum(b.low, 0))
-        linear_P = _key(from_ + (_distance(b.high) - from_) * (nth_P / PIVOTS))
-        step = jnp.maximum(lax.div(b.high - b.low, PIVOTS), 1)
-        pivot_P = jnp.where(b.passes < LINEAR_PASSES, linear_P, b.low + step * nth_P)
-        pivot_P = jnp.minimum(jnp.maximum(pivot_P, b.low + 1), b.high)
-        pivot_P = jnp.where(nth_P == PIVOTS, b.high, pivot_P)
+    def divide(b: _Found) -> _Found:
+        pivot_P = _pivots(b.low, b.high, PIVOTS, b.passes < LINEAR_PASSES)
         count_P, mass_P = measure(pivot_P)
         enough_P = (count_P if by_count else mass_P) >= need
         low = jnp.maximum(b.low, jnp.where(enough_P, -1, pivot_P).max())
@@ -235,10 +316,10 @@ def _search(
         done = none | (high - low <= 1) | (high_count - low_count <= slack)
         if by_count:
             done |= high_count == need
-        return _Bracket(low, high, low_count, high_count, high_mass, b.passes + 1, done)
+        return _Found(low, high, low_count, high_count, high_mass, b.passes + 1, done)
 
     zero = jnp.int32(0)
-    start = _Bracket(jnp.int32(-1), high, zero, zero, jnp.float32(0), zero, skip)
+    start = _Found(jnp.int32(low), high, zero, zero, jnp.float32(0), zero, skip)
     return lax.while_loop(lambda b: ~b.done, divide, start)
 
 
@@ -371,6 +452,10 @@ class _Row(NamedTuple):
         groups = self.block // GROUP
         return lax.div(self.listed + (groups - 1), groups)
 
+    def share(self, s: jax.Array, S: int) -> jax.Array:
+        """Number of the tiles s, s + S, and so on."""
+        return lax.div(jnp.maximum(self.tiles() - s, 0) + (S - 1), S)
+
     def load(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Tokens, and x of each."""
         lane_B = jnp.arange(self.block)
@@ -383,29 +468,121 @@ class _Row(NamedTuple):
         return token_B, (logit_B - self.best) / self.temperature
 
 
+def _narrow_kernel(
+    logits_ref: Any,
+    group_ref: Any,
+    listed_ref: Any,
+    max_ref: Any,
+    temperature_ref: Any,
+    pivot_ref: Any,
+    top_k_ref: Any,
+    min_p_ref: Any,
+    wide_ref: Any,
+    part_ref: Any,
+    *,
+    S: int,
+    block: int,
+) -> None:
+    """Number, or mass without top-k, of the tokens of every S-th tile up to each pivot."""
+    pid = pl.program_id(0)
+    r, s = lax.div(pid, S), lax.rem(pid, S)
+
+    @pl.when(wide_ref[r])
+    def _() -> None:
+        row = _Row(logits_ref, group_ref, r, listed_ref[r], max_ref[r], temperature_ref[r], block)
+        by_count, min_p = top_k_ref[r] > 0, min_p_ref[r]
+        nth_P = jnp.arange(NARROW_PIVOTS)
+        pivot_P = pltriton.load(pivot_ref.at[jnp.full_like(nth_P, r), nth_P])
+
+        def fold(i: jax.Array, sum_PB: jax.Array) -> jax.Array:
+            _, x_B = row.load(s + i * S)
+            weight_B = jnp.exp(x_B)
+            key_B = jnp.where(weight_B >= min_p, _key(x_B), NO_KEY)
+            value_B = jnp.where(by_count, 1.0, weight_B)
+            return sum_PB + jnp.where(key_B[None, :] <= pivot_P[:, None], value_B[None, :], 0.0)
+
+        zeros_PB = jnp.zeros((NARROW_PIVOTS, block), jnp.float32)
+        sum_P = lax.fori_loop(0, row.share(s, S), fold, zeros_PB).sum(axis=1)
+        place = part_ref.at[jnp.full_like(nth_P, r), jnp.full_like(nth_P, s), nth_P]
+        pltriton.store(place, sum_P)
+
+
+def _gather_kernel(
+    logits_ref: Any,
+    group_ref: Any,
+    listed_ref: Any,
+    max_ref: Any,
+    temperature_ref: Any,
+    low_ref: Any,
+    high_ref: Any,
+    top_k_ref: Any,
+    min_p_ref: Any,
+    gathered_ref: Any,
+    count_ref: Any,
+    *,
+    gathered: int,
+    block: int,
+) -> None:
+    """x of the tokens within the bracket; with top-k below it as well: top-p sums them up."""
+    r = pl.program_id(0)
+    row = _Row(logits_ref, group_ref, r, listed_ref[r], max_ref[r], temperature_ref[r], block)
+    low, high, min_p = jnp.where(top_k_ref[r] > 0, -1, low_ref[r]), high_ref[r], min_p_ref[r]
+
+    def fold(i: jax.Array, count: jax.Array) -> jax.Array:
+        _, x_B = row.load(i)
+        key_B = _key(x_B)
+        wanted_B = (key_B > low) & (key_B <= high) & (jnp.exp(x_B) >= min_p)
+        ones_B = wanted_B.astype(jnp.int32)
+
+        @pl.when(count <= gathered)
+        def _() -> None:
+            place_B = count + jnp.cumsum(ones_B) - 1
+            fits_B = wanted_B & (place_B < gathered)
+            # Interpret mode writes masked places back: theirs must not be another's.
+            place_B = jnp.where(fits_B, place_B, gathered + jnp.arange(block))
+            pltriton.store(gathered_ref.at[jnp.full_like(place_B, r), place_B], x_B, mask=fits_B)
+
+        return count + ones_B.sum()
+
+    count_ref[r] = lax.fori_loop(0, row.tiles(), fold, jnp.int32(0))
+
+
 def _threshold_kernel(
     logits_ref: Any,
     group_ref: Any,
     listed_ref: Any,
     max_ref: Any,
     temperature_ref: Any,
-    bound_ref: Any,
+    gathered_ref: Any,
+    count_ref: Any,
+    low_ref: Any,
+    high_ref: Any,
+    low_value_ref: Any,
     mass_ref: Any,
     top_k_ref: Any,
     top_p_ref: Any,
     min_p_ref: Any,
     key_ref: Any,
     *,
+    gathered: int,
     block: int,
 ) -> None:
     """The key of the last token that top-k and top-p keep."""
     r = pl.program_id(0)
     row = _Row(logits_ref, group_ref, r, listed_ref[r], max_ref[r], temperature_ref[r], block)
     top_k, top_p, min_p = top_k_ref[r], top_p_ref[r], min_p_ref[r]
+    low, high, count = low_ref[r], high_ref[r], count_ref[r]
+    fits = count <= gathered
 
-    def measure(pivot_P: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def gathered_x(i: jax.Array) -> jax.Array:
+        lane_B = i * block + jnp.arange(block)
+        return _load(gathered_ref, r, lane_B, lane_B < count, -jnp.inf)
+
+    tiles = jnp.where(fits, pl.cdiv(count, block), row.tiles())
+
+    def measure(pivot_P: jax.Array, mass: jax.Array) -> tuple[jax.Array, jax.Array]:
         def fold(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            _, x_B = row.load(i)
+            x_B = lax.cond(fits, gathered_x, lambda i: row.load(i)[1], i)
             weight_B = jnp.exp(x_B)
             key_B = jnp.where(weight_B >= min_p, _key(x_B), NO_KEY)
             within_PB = key_B[None, :] <= pivot_P[:, None]
@@ -415,20 +592,27 @@ def _threshold_kernel(
             )
 
         zeros = (jnp.zeros((PIVOTS, block), jnp.int32), jnp.zeros((PIVOTS, block), jnp.float32))
-        count_PB, mass_PB = lax.fori_loop(0, row.tiles(), fold, zeros)
-        return count_PB.sum(axis=1), mass_PB.sum(axis=1)
+        count_PB, mass_PB = lax.fori_loop(0, tiles, fold, zeros)
+        return count_PB.sum(axis=1), mass + mass_PB.sum(axis=1)
 
     by_mass = top_p < 1
     # Min-p alone takes a pass as well, for the mass that it leaves.
     skip = (top_k <= 0) & ~((min_p > 0) & by_mass)
-    count = jnp.where(top_k > 0, top_k, NO_KEY)
-    search = partial(_search, measure, tolerance=1)
-    bound = bound_ref[r]
-    found = search(count, bound, by_count=True, skip=skip)
+    need = jnp.where(top_k > 0, top_k, NO_KEY)
+    whole = partial(measure, mass=jnp.float32(0))
+    found = _search(whole, need, high, by_count=True, skip=skip, tolerance=1)
     total = jnp.where(skip, mass_ref[r], found.high_mass)
-    # The best token alone weighs 1: a top_p that rounds to nothing still keeps it.
-    need = jnp.maximum(top_p * total, 1e-30)
-    key_ref[r] = search(need, found.high, by_count=False, skip=~by_mass).high
+    # Only what lies within the bracket was gathered, unless top-k made it.
+    below = jnp.where(fits & (top_k <= 0), low_value_ref[r], 0.0)
+    key_ref[r] = _search(
+        partial(measure, mass=below),
+        _needed(top_p, total),
+        found.high,
+        by_count=False,
+        skip=~by_mass,
+        tolerance=1,
+        low=jnp.where(top_k > 0, -1, low),
+    ).high
 
 
 def _draw_kernel(
@@ -470,8 +654,7 @@ def _draw_kernel(
 
     V = logits_ref.shape[1]
     start = jnp.full((block,), -jnp.inf), jnp.full((block,), V, jnp.int32)
-    tiles = lax.div(jnp.maximum(row.tiles() - s, 0) + (S - 1), S)
-    noisy_B, token_B = lax.fori_loop(0, tiles, fold, start)
+    noisy_B, token_B = lax.fori_loop(0, row.share(s, S), fold, start)
     noisy = noisy_B.max()
     noisy_ref[r, s] = noisy
     token_ref[r, s] = jnp.where(noisy_B == noisy, token_B, V).min()

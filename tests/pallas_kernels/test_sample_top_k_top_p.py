@@ -21,8 +21,9 @@ from pallas_kernels.sample_top_k_top_p import (
 )
 from pallas_kernels.sampling import draw_tokens
 
-SMALL = TuningConfig(block=256, num_warps=4, programs=40)
-FILTERS = list(product([0, 1, 7, 40, 10_000], [1.0, 0.9, 0.3, 1e-9], [0.0, 0.02, 1.0]))
+# A row of 999 logits takes every way: with few groups listed or many, gathered or not.
+SMALL = TuningConfig(block=256, num_warps=4, programs=120, many_groups=4, gathered=256)
+FILTERS = list(product([0, 1, 7, 40, 300, 10_000], [1.0, 0.9, 0.3, 1e-9], [0.0, 0.02, 1.0]))
 ROWS = len(FILTERS)
 
 expected = jax.jit(draw_tokens)
@@ -143,7 +144,7 @@ def test_layout_changes_nothing() -> None:
     logits = normal(999, 3.0)
     own = all_filters()
     tokens = drawn(logits, **own).tolist()
-    for config in (TuningConfig(512, 4, 1), TuningConfig(1024, 4, 1000), None):
+    for config in (TuningConfig(512, 4, 1, 0, 512), TuningConfig(1024, 4, 1000), None):
         again = jax.jit(partial(sample_top_k_top_p, config=config, interpret=True))
         assert again(logits, **own).tolist() == tokens
 
@@ -169,7 +170,15 @@ def test_noise_is_that_of_jax_random() -> None:
 
 
 @pytest.mark.parametrize(
-    "setting", [{"block": 96}, {"block": 8192}, {"num_warps": 3}, {"programs": 0}]
+    "setting",
+    [
+        {"block": 96},
+        {"block": 8192},
+        {"num_warps": 3},
+        {"programs": 0},
+        {"many_groups": -1},
+        {"gathered": 100},
+    ],
 )
 def test_settings_are_checked(setting: dict[str, int]) -> None:
     good = {"block": 1024, "num_warps": 8, "programs": 100}
