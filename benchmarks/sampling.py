@@ -55,6 +55,7 @@ def compile_chain(
     one: Callable[[jax.Array, jax.Array, Any], jax.Array], R: int, settings: Any
 ) -> jax.stages.Compiled:
     """An executable (pool, settings) -> tokens: each call waits for the last one's tokens."""
+    one = jax.jit(one)  # traced once
 
     def chain(pool: list[jax.Array], settings: Any) -> jax.Array:
         token_R = jnp.zeros(R, jnp.int32)
