@@ -147,7 +147,7 @@ def sample_top_k_top_p(
         out_shape=[like(R, config.gathered + gather_block), like(R, dtype=jnp.int32)],
         compiler_params=pltriton.CompilerParams(num_warps=gather_warps, num_stages=1),
         name="sample_gather",
-    )(*rows, *bracket[:2], top_k_R, min_p_R)
+    )(*rows, *bracket[:2], top_k_R, top_p_R, min_p_R)
     key_R = call(
         partial(_threshold_kernel, gathered=config.gathered, block=block),
         grid=(R,),
@@ -184,7 +184,7 @@ def _survey_kernel(
     V, G = logits_ref.shape[1], max_ref.shape[1]
     pid = pl.program_id(0)
     r, s = lax.div(pid, S), lax.rem(pid, S)
-    temperature = temperature_ref[r]
+    scale = 1.4426950408889634 / temperature_ref[r]  # of powers of 2
     groups = block // GROUP
     token_XY = jnp.arange(groups)[:, None] * GROUP + jnp.arange(GROUP)[None, :]
 
@@ -194,7 +194,7 @@ def _survey_kernel(
         logit = _load(logits_ref, r, token, token < V, -jnp.inf)
         largest_X = logit.max(axis=1)
         base_X = jnp.where(largest_X == -jnp.inf, 0.0, largest_X)
-        mass_X = jnp.exp((logit - base_X[:, None]) / temperature).sum(axis=1)
+        mass_X = jnp.exp2((logit - base_X[:, None]) * scale).sum(axis=1)
         g_X = tile * groups + jnp.arange(groups)
         r_X = jnp.full_like(g_X, r)
         pltriton.store(max_ref.at[r_X, g_X], largest_X, mask=g_X < G)
@@ -495,7 +495,7 @@ def _narrow_kernel(
         pivot_P = pltriton.load(pivot_ref.at[jnp.full_like(nth_P, r), nth_P])
 
         def fold(i: jax.Array, sum_PB: jax.Array) -> jax.Array:
-            _, x_B = row.load(s + i * S)
+            x_B = row.load(s + i * S)[1]
             weight_B = jnp.exp(x_B)
             key_B = jnp.where(weight_B >= min_p, _key(x_B), NO_KEY)
             value_B = jnp.where(by_count, 1.0, weight_B)
@@ -516,6 +516,7 @@ def _gather_kernel(
     low_ref: Any,
     high_ref: Any,
     top_k_ref: Any,
+    top_p_ref: Any,
     min_p_ref: Any,
     gathered_ref: Any,
     count_ref: Any,
@@ -529,7 +530,7 @@ def _gather_kernel(
     low, high, min_p = jnp.where(top_k_ref[r] > 0, -1, low_ref[r]), high_ref[r], min_p_ref[r]
 
     def fold(i: jax.Array, count: jax.Array) -> jax.Array:
-        _, x_B = row.load(i)
+        x_B = row.load(i)[1]
         key_B = _key(x_B)
         wanted_B = (key_B > low) & (key_B <= high) & (jnp.exp(x_B) >= min_p)
         ones_B = wanted_B.astype(jnp.int32)
@@ -544,7 +545,8 @@ def _gather_kernel(
 
         return count + ones_B.sum()
 
-    count_ref[r] = lax.fori_loop(0, row.tiles(), fold, jnp.int32(0))
+    searched = (top_k_ref[r] > 0) | (top_p_ref[r] < 1)
+    count_ref[r] = lax.fori_loop(0, jnp.where(searched, row.tiles(), 0), fold, jnp.int32(0))
 
 
 def _threshold_kernel(
