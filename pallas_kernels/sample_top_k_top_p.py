@@ -25,9 +25,8 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.sampling import GREEDY_TEMPERATURE
 
 GROUP = 32  # neighbouring tokens that are listed together: a line of memory
-PIVOTS = 8  # thresholds tried in a pass over few tokens or groups
-NARROW_PIVOTS = 16  # and over many tokens, all of whose programs take part
-EVERY_KEY = 0x7F7FFFFF  # the largest key of a finite distance
+PIVOTS = 8  # thresholds tried in a pass
+FAR_KEY = 0x42D00000  # of distance 104: farther tokens weigh 0 in float32 and are never drawn
 NO_KEY = 0x7FFFFFFF
 MAX_NOISE = 15.95  # more than any of `gumbel`, whose uniform numbers end at 1 - 2 ** -23
 LINEAR_PASSES = 4  # passes that divide a bracket evenly in distance; later ones in key
@@ -41,8 +40,8 @@ class TuningConfig:
         block: logits that a program handles at once, a power of two from 256 to 4096.
         num_warps: warps of a program, a power of two up to 16.
         programs: programs that whole rows are shared out to.
-        many_groups: groups listed of a row from which on the search for its threshold is narrowed
-            down by all programs first.
+        many_groups: groups listed of a row from which on the search for top-p's threshold is
+            narrowed down by all programs first.
         gathered: tokens of a row that are gathered at most, a multiple of `block`.
     """
 
@@ -169,7 +168,7 @@ def _load(ref: Any, r: jax.Array, index: jax.Array, mask: jax.Array, other: Any)
 
 
 def _key(x: jax.Array) -> jax.Array:
-    """int32 that grows with the distance -x of an x <= 0; beyond EVERY_KEY for -inf and NaN."""
+    """int32 that grows with the distance -x of an x <= 0; above all others for -inf and NaN."""
     return lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
 
 
@@ -212,16 +211,16 @@ class _Bracket(NamedTuple):
     low_value: jax.Array  # what keys <= low hold, a number or a mass
 
 
-def _pivots(low: jax.Array, high: jax.Array, count: int, linear: jax.Array | bool) -> jax.Array:
+def _pivots(low: jax.Array, high: jax.Array, linear: jax.Array | bool) -> jax.Array:
     """Keys that divide a bracket in distance, or in key, along a new last axis; `high` is last."""
-    nth_P = jnp.arange(count) + 1
+    nth_P = jnp.arange(PIVOTS) + 1
     low, high = low[..., None], high[..., None]
     nearest = _distance(jnp.maximum(low, 0))
-    even_P = _key(nearest + (_distance(high) - nearest) * (nth_P / count))
-    step = jnp.maximum(lax.div(high - low, count), 1)
+    even_P = _key(nearest + (_distance(high) - nearest) * (nth_P / PIVOTS))
+    step = jnp.maximum(lax.div(high - low, PIVOTS), 1)
     pivot_P = jnp.where(linear, even_P, low + step * nth_P)
     pivot_P = jnp.minimum(jnp.maximum(pivot_P, low + 1), high)
-    return jnp.where(nth_P == count, high, pivot_P)
+    return jnp.where(nth_P == PIVOTS, high, pivot_P)
 
 
 def _narrow(
@@ -238,15 +237,17 @@ def _narrow(
     """Rows that list many groups get a bracket of few tokens; the others all up to their bound."""
     R = bound_R.shape[0]
     by_count_R = top_k_R > 0
-    wide_R = (rows[2] > config.many_groups) & (by_count_R | ((top_p_R < 1) & (min_p_R == 0)))
+    # A bound by number is tight: few more tokens than groups are within it.
+    many_R = jnp.where(by_count_R, config.gathered // 2, config.many_groups)
+    wide_R = (rows[2] > many_R) & (by_count_R | ((top_p_R < 1) & (min_p_R == 0)))
     need_R = jnp.where(by_count_R, top_k_R.astype(jnp.float32), _needed(top_p_R, mass_R))
     b = _Bracket(jnp.full_like(bound_R, -1), bound_R, jnp.zeros_like(mass_R))
     for _ in range(2):
-        pivot_RP = _pivots(b.low, b.high, NARROW_PIVOTS, True)
+        pivot_RP = _pivots(b.low, b.high, True)
         part_RSP = call(
             partial(_narrow_kernel, S=S, block=config.block),
             grid=(R * S,),
-            out_shape=jax.ShapeDtypeStruct((R, S, NARROW_PIVOTS), jnp.float32),
+            out_shape=jax.ShapeDtypeStruct((R, S, PIVOTS), jnp.float32),
             name="sample_narrow",
         )(*rows, pivot_RP, top_k_R, min_p_R, wide_R)
         value_RP = part_RSP.sum(axis=1)
@@ -300,7 +301,7 @@ def _search(
     """
 
     def divide(b: _Found) -> _Found:
-        pivot_P = _pivots(b.low, b.high, PIVOTS, b.passes < LINEAR_PASSES)
+        pivot_P = _pivots(b.low, b.high, b.passes < LINEAR_PASSES)
         count_P, mass_P = measure(pivot_P)
         enough_P = (count_P if by_count else mass_P) >= need
         low = jnp.maximum(b.low, jnp.where(enough_P, -1, pivot_P).max())
@@ -361,7 +362,7 @@ def _list_kernel(
     infinite_B = jnp.full((block,), jnp.inf)
     best_B, worst_B = lax.fori_loop(0, tiles, extremes, (-infinite_B, infinite_B))
     best = best_B.max()
-    farthest = jnp.minimum(_key((worst_B.min() - best) / temperature), EVERY_KEY)
+    farthest = jnp.minimum(_key((worst_B.min() - best) / temperature), FAR_KEY)
 
     def x_of(i: jax.Array) -> jax.Array:
         return (largest(i) - best) / temperature
@@ -393,7 +394,7 @@ def _list_kernel(
         0, tiles, lambda i, sum_B: sum_B + mass_of(i, x_of(i)), jnp.zeros((block,), jnp.float32)
     )
     total = total_B.sum()
-    key = jnp.int32(EVERY_KEY)
+    key = jnp.int32(FAR_KEY)
     search = partial(_search, measure, high=farthest, tolerance=8)
     skip = (top_k <= 0) | (top_k > G)
     found = search(top_k, by_count=True, skip=skip)
@@ -403,6 +404,10 @@ def _list_kernel(
     need = top_p * total * (1 + 1e-5)  # more than rounding takes off
     found = search(need, by_count=False, skip=skip)
     key = jnp.where(skip | ~(found.high_mass >= need), key, found.high)
+    # All beyond distance y weigh at most V * exp(-y).
+    spare = jnp.maximum((1 - 1e-5) - top_p, 1e-30) * total
+    beyond = _key(jnp.maximum(jnp.log(logits_ref.shape[1] / spare), 0.0) + 1e-3)
+    key = jnp.where(skip, key, jnp.minimum(key, beyond))
     by_min_p = -jnp.log(jnp.maximum(min_p, 1e-37)) * (1 + 1e-5) + 1e-5
     key = jnp.where(min_p > 0, jnp.minimum(key, _key(by_min_p)), key)
 
@@ -491,7 +496,7 @@ def _narrow_kernel(
     def _() -> None:
         row = _Row(logits_ref, group_ref, r, listed_ref[r], max_ref[r], temperature_ref[r], block)
         by_count, min_p = top_k_ref[r] > 0, min_p_ref[r]
-        nth_P = jnp.arange(NARROW_PIVOTS)
+        nth_P = jnp.arange(PIVOTS)
         pivot_P = pltriton.load(pivot_ref.at[jnp.full_like(nth_P, r), nth_P])
 
         def fold(i: jax.Array, sum_PB: jax.Array) -> jax.Array:
@@ -501,7 +506,7 @@ def _narrow_kernel(
             value_B = jnp.where(by_count, 1.0, weight_B)
             return sum_PB + jnp.where(key_B[None, :] <= pivot_P[:, None], value_B[None, :], 0.0)
 
-        zeros_PB = jnp.zeros((NARROW_PIVOTS, block), jnp.float32)
+        zeros_PB = jnp.zeros((PIVOTS, block), jnp.float32)
         sum_P = lax.fori_loop(0, row.share(s, S), fold, zeros_PB).sum(axis=1)
         place = part_ref.at[jnp.full_like(nth_P, r), jnp.full_like(nth_P, s), nth_P]
         pltriton.store(place, sum_P)

@@ -70,7 +70,7 @@ def normal(V: int, scale: float, seed: int = 1) -> np.ndarray:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.4, 1.0, 3.0])
 @pytest.mark.parametrize(
-    ("V", "scale"), [(999, 0.5), (999, 3.0), (999, 12.0), (999, 0.0), (5, 2.0)]
+    ("V", "scale"), [(999, 0.5), (999, 3.0), (999, 12.0), (999, 0.0), (5, 2.0), (5003, 3.0)]
 )
 def test_same_tokens_as_plain_xla(V: int, scale: float, temperature: float) -> None:
     logits = normal(V, scale)
