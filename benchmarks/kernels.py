@@ -175,13 +175,13 @@ def time_decode(
     }
 
 
-def compile_prefill(heads: Heads, T: int, kernel: str) -> Any:
+def compile_prefill(heads: Heads, T: int, kernel: Callable[..., jax.Array]) -> Any:
     """An executable (q, pool, table) -> q for four causal attentions of one prompt of T."""
 
     @jax.jit
     def chain(q: jax.Array, pool: jax.Array, table: jax.Array) -> jax.Array:
         for _ in range(4):
-            q = PREFILLS[kernel](
+            q = kernel(
                 q,
                 pool,
                 table,
@@ -264,9 +264,8 @@ def main() -> None:
         zip(pairs, in_parallel([partial(compile_decode, *p, None) for p in pairs]), strict=True)
     )
     works = list(product(MODELS, prompts, PREFILLS))
-    prefills = dict(
-        zip(works, in_parallel([partial(compile_prefill, *work) for work in works]), strict=True)
-    )
+    jobs = [partial(compile_prefill, heads, T, PREFILLS[name]) for heads, T, name in works]
+    prefills = dict(zip(works, in_parallel(jobs), strict=True))
     decoded, prefilled = [], []
     for heads in MODELS:
         pool = make_pool(heads)

@@ -57,7 +57,18 @@ def main() -> None:
         [partial(attempt, partial(bench.compile_decode, *job)) for job in jobs]
     )
     prompt_executables = bench.in_parallel(
-        [partial(attempt, partial(bench.compile_prefill, *prompt)) for prompt in prompts]
+        [
+            partial(
+                attempt,
+                partial(
+                    bench.compile_prefill,
+                    heads,
+                    T,
+                    partial(prefill.paged_attention_prefill, config=config),
+                ),
+            )
+            for heads, T, config in prompts
+        ]
     )
     for heads in models:
         pool = bench.make_pool(heads)
@@ -73,7 +84,7 @@ def main() -> None:
                 print(f"   {figures['us']:8} us {figures['share_of_floor']:.3f}", c, flush=True)
         for (of, T, config), run in zip(prompts, prompt_executables, strict=True):
             if of == heads and run is not None:
-                print(bench.time_prefill(heads, pool, T, run), config, flush=True)
+                print(bench.time_prefill(heads, pool, T, "triton", run), config, flush=True)
         del pool
 
 

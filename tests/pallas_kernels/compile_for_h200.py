@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.paged_attention_triton import paged_attention_triton
 from pallas_kernels.rope_write import rope_write
+from pallas_kernels.sample_top_k_top_p import sample_top_k_top_p
 
 TARGET = Path(__file__).parent / "h200_target.textproto"
 SHAPES = {
@@ -98,14 +99,39 @@ def compile_rope_write(
         )
 
 
+def compile_sampling(mesh: Mesh, R: int, V: int = 151_936) -> jax.stages.Compiled:
+    sharding = NamedSharding(mesh, PartitionSpec())
+
+    def like(*shape: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+
+    per_row = like(R, dtype="float32")
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = jax.jit(sample_top_k_top_p).lower(
+            like(R, V, dtype="float32"),
+            seed_R2=like(R, 2, dtype="uint32"),
+            choice_R=like(R),
+            position_R=like(R),
+            temperature_R=per_row,
+            top_k_R=like(R),
+            top_p_R=per_row,
+            min_p_R=per_row,
+        )
+        return lowered.compile()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--names", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16"])
     parser.add_argument("--steps", nargs="*", default=["8x8", "256x256", "2048x256"])
     parser.add_argument("--rope-write", action="store_true", help="that kernel, not attention")
+    parser.add_argument("--sampling", nargs="*", type=int, default=[], metavar="R", help="rows")
     args = parser.parse_args()
     mesh = h200_mesh()
+    for R in args.sampling:
+        temporary = compile_sampling(mesh, R).memory_analysis().temp_size_in_bytes
+        print(f"compiled sampling {R}: {temporary} bytes", flush=True)
     for name, dtype, size in product(args.names, args.dtypes, args.steps):
         T, B = map(int, size.split("x"))
         if args.rope_write:
