@@ -119,7 +119,7 @@ def targets() -> Iterator[Target]:
     yield Target(
         "top-k/top-p sampling, batch 256, vocabulary 152k, ms",
         "sampling",
-        lambda r: find(r["rows"], "ms", rows=256, variant="filtered"),
+        lambda r: r["microseconds"]["256"]["peaked"]["top_k 50, top_p 0.95"] / 1e3,
         0.5,
     )
     yield Target(

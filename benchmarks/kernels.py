@@ -28,7 +28,10 @@ from pallas_kernels.paged_attention_prefill_mosaic import paged_attention_prefil
 COPY_RATE = 4.3e12  # bytes a second of a plain device copy on an H200
 S = 16
 POOL_BYTES = 1 << 31
-PREFILLS = {"mosaic": paged_attention_prefill_mosaic, "triton": paged_attention_prefill}
+PREFILLS: dict[str, Callable[..., jax.Array]] = {
+    "mosaic": paged_attention_prefill_mosaic,
+    "triton": paged_attention_prefill,
+}
 MAX_CONTEXT = 32768  # width of the page tables, in tokens
 
 

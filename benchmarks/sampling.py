@@ -44,7 +44,7 @@ def batch(variant: str, R: int, rules: dict[str, float]) -> SamplingBatch:
     values = {"target_R": -1, "temperature_R": 0.8, "top_p_R": 1.0, **rules}
     arrays = {
         name: np.full((R, *tail), values.get(name, 0), dtype)
-        for name, tail, dtype in input_fields(variant, VOCAB)
+        for name, tail, dtype in (("position_R", (), "int32"), *input_fields(variant, VOCAB))
     }
     if variant != "greedy":
         arrays["seed_R2"][:, 0] = np.arange(R)
@@ -149,10 +149,9 @@ def main() -> None:
         }
         print(R, results[str(R)], flush=True)
     figures = {
-        "card": jax.devices()[0].device_kind,
         "vocab": VOCAB,
         "unit": "microseconds a call; read: the logits once, at a plain copy's rate",
-        "rows": results,
+        "microseconds": results,
     }
     print(write_results("sampling", figures))
 
