@@ -56,6 +56,17 @@ class Norm(NamedTuple):
     plus_one: bool
 
 
+def rms_norm(x: jax.Array, norm: Norm) -> jax.Array:
+    """x / rms(x) * factor over the last axis, in float32."""
+    x = x.astype(jnp.float32)
+    x *= lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + norm.eps)
+    return x * (norm.scale_I.astype(jnp.float32) + norm.plus_one)
+
+
+def is_faster(x_TI, kernel, *, gated: bool) -> bool:
+    return False
+
+
 def small_batch_linear(
     x_MI: jax.Array,
     kernel: jax.Array,
