@@ -1,9 +1,12 @@
-"""Matrix products of few rows, in Pallas' Triton dialect.
+"""Matrix products of few rows with what stands around them, in Pallas' Triton dialect.
 
-With up to 64 rows such a product takes as long as its weights take to arrive. One program serves
-a block of output columns, or a stretch of the sum for it where there are fewer blocks than the
-card has multiprocessors; what stands before and after the product (norm, bias, gated activation,
-residual) is done on the way, since a kernel of its own would cost more than it does.
+With few rows and a small matrix, starting kernels costs more than moving bytes, so the norm
+before the product and the bias, gated activation and residual after it are done on the way. One
+program serves a block of output columns. Where that leaves multiprocessors idle, several share a
+block's sum; the last to finish adds up their parts, always in the same order.
+
+The norm costs no pass of its own: rows are multiplied by its factors as they arrive, their
+squares are summed beside the product, and the product is divided by the root at the end.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-MAX_ROWS = 64
-COUNTERS = 512
+MAX_ROWS = 32
+MAX_ELEMENTS = 8 << 20  # of a kernel; XLA streams larger ones as fast, and fuses as much
+PROGRAMS = 132  # multiprocessors of an H100 or H200
 
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -29,15 +33,36 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-@dataclass(frozen=True)
-class TuningConfig:
-    """How the product is laid out on the card.
+class Norm(NamedTuple):
+    """Operands of a root-mean-square norm over D.
 
     Attributes:
-        block_out: output columns of a program.
-        block_in: terms of the sum per step of its loop.
-        splits: programs that share a block's sum.
-        num_warps: warps of a program.
+        scale_D: factors, less 1 if `plus_one`.
+        eps: added to the mean square.
+    """
+
+    scale_D: jax.Array
+    eps: float
+    plus_one: bool
+
+
+def rms_norm(x: jax.Array, norm: Norm) -> jax.Array:
+    """x / rms(x) * factor over the last axis, in float32."""
+    x = x.astype(jnp.float32)
+    x *= lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + norm.eps)
+    return x * (norm.scale_D.astype(jnp.float32) + norm.plus_one)
+
+
+@dataclass(frozen=True)
+class TuningConfig:
+    """How a product is laid out on the card.
+
+    Attributes:
+        block_out: output columns of a program, a power of two from 16 to 128.
+        block_in: terms of the sum that are loaded at once, a power of two from 16 to 1024. With a
+            norm, fewer than 64 a warp delay every step by a trip to memory.
+        splits: programs that share the sum; 1 with a norm.
+        num_warps: warps of a program, a power of two up to 8.
         num_stages: depth of the load pipeline.
     """
 
@@ -47,190 +72,193 @@ class TuningConfig:
     num_warps: int
     num_stages: int
 
+    def __post_init__(self) -> None:
+        if self.block_out not in (16, 32, 64, 128):
+            raise ValueError(f"block_out must be 16, 32, 64 or 128, got {self.block_out}")
+        if self.block_in not in (16, 32, 64, 128, 256, 512, 1024):
+            raise ValueError(f"block_in must be a power of two up to 1024, got {self.block_in}")
+        if not 1 <= self.splits <= 16:
+            raise ValueError(f"splits must be from 1 to 16, got {self.splits}")
+        if self.num_warps not in (1, 2, 4, 8):
+            raise ValueError(f"num_warps must be 1, 2, 4 or 8, got {self.num_warps}")
+        if not 1 <= self.num_stages <= 8:
+            raise ValueError(f"num_stages must be from 1 to 8, got {self.num_stages}")
 
-class Norm(NamedTuple):
-    """RMS norm of the rows before the product; see layers/norm.py."""
-
-    scale_I: jax.Array
-    eps: float
-    plus_one: bool
+    def fits(self, D: int, F: int) -> bool:
+        """Whether blocks divide D terms and F columns."""
+        return F % self.block_out == 0 and D % (self.block_in * self.splits) == 0
 
 
-def rms_norm(x: jax.Array, norm: Norm) -> jax.Array:
-    """x / rms(x) * factor over the last axis, in float32."""
-    x = x.astype(jnp.float32)
-    x *= lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + norm.eps)
-    return x * (norm.scale_I.astype(jnp.float32) + norm.plus_one)
+def tuning_config(*, F: int, has_norm: bool) -> TuningConfig:
+    """The setting for F columns out, as measured on an H200."""
+    if has_norm or F // 32 > PROGRAMS // 2:
+        return TuningConfig(32, 256, 1, 4, 4)
+    return TuningConfig(32, 128, min(4, PROGRAMS // (F // 32)), 4, 4)
 
 
-def is_faster(x_TI, kernel, *, gated: bool) -> bool:
-    return False
+def is_faster(x_TD: jax.Array, kernel: jax.Array, norm: Norm | None) -> bool:
+    """Whether `small_batch_linear` takes these operands, and an H200 less time than XLA's way."""
+    D, F = kernel.shape[0], kernel.shape[-1]
+    return (
+        x_TD.dtype == kernel.dtype == jnp.bfloat16
+        and x_TD.shape[0] <= MAX_ROWS
+        and 32 <= F
+        and kernel.size <= MAX_ELEMENTS
+        and (norm is None or not norm.plus_one)
+        and tuning_config(F=F, has_norm=norm is not None).fits(D, F)
+    )
 
 
 def small_batch_linear(
-    x_MI: jax.Array,
+    x_TD: jax.Array,
     kernel: jax.Array,
     *,
-    bias: jax.Array | None = None,
     norm: Norm | None = None,
+    bias: jax.Array | None = None,
     activation: str | None = None,
-    residual_MO: jax.Array | None = None,
-    counters: jax.Array | None = None,
-    config: TuningConfig,
-    after: jax.Array | None = None,
+    residual_TF: jax.Array | None = None,
+    config: TuningConfig | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    M = x_MI.shape[0]
-    I = kernel.shape[0]
-    gated = activation is not None
-    O = kernel.shape[-1]
-    kernel = kernel.reshape(I, -1)
-    R = max(16, 1 << (M - 1).bit_length())
-    c = config
-    blocks = O // c.block_out
-    ins = [x_MI, kernel]
-    if norm is not None:
-        ins.append(norm.scale_I)
-    if bias is not None:
-        ins.append(bias.reshape(-1))
-    if residual_MO is not None:
-        ins.append(residual_MO)
-    outs = [jax.ShapeDtypeStruct((M, O), x_MI.dtype)]
-    if after is not None:
-        ins.append(after)
-    aliases = {}
-    if c.splits > 1:
-        aliases = {len(ins): 1}
-        ins.append(counters)
-        outs.append(jax.ShapeDtypeStruct(counters.shape, counters.dtype))
-        outs.append(jax.ShapeDtypeStruct((c.splits, R, O), jnp.float32))
-    else:
-        outs.append(jax.ShapeDtypeStruct((COUNTERS,), jnp.int32))
-    out = pl.pallas_call(
+) -> jax.Array:
+    """residual + activation(gate) * up of norm(x) @ kernel + bias; all but the product optional.
+
+    Sums are float32 and rounded once, at the end. A row's result does not depend on other rows.
+
+    Args:
+        x_TD: bfloat16 rows, T <= 32.
+        kernel: [D, F], with an activation [D, 2, F], gates first; bfloat16.
+        norm: of x; without `plus_one`.
+        bias: [F] or [2, F].
+        activation: a name from `ACTIVATIONS`.
+        residual_TF: added last.
+        config: layout on the card, which must divide D and F; None: `tuning_config`.
+        interpret: run on any platform, slowly.
+
+    Returns:
+        [T, F] in bfloat16.
+
+    Raises:
+        ValueError: operands outside these bounds.
+    """
+    T, D = x_TD.shape
+    gated, F = activation is not None, kernel.shape[-1]
+    config = config or tuning_config(F=F, has_norm=norm is not None)
+    if kernel.shape != ((D, 2, F) if gated else (D, F)):
+        raise ValueError(f"rows of {D} and {activation} do not fit a kernel of {kernel.shape}")
+    if not x_TD.dtype == kernel.dtype == jnp.bfloat16:
+        raise ValueError(f"expected bfloat16, got {x_TD.dtype} and {kernel.dtype}")
+    if T > MAX_ROWS or not config.fits(D, F):
+        raise ValueError(f"{T} rows of {D} to {F} columns do not fit {config}")
+    if norm is not None and (norm.plus_one or config.splits > 1):
+        raise ValueError("a norm must be without plus_one and its sum unsplit")
+    R, width = 16 if T <= 16 else 32, config.block_out * (1 + gated)
+    operands = {
+        "x": x_TD,
+        "kernel": kernel.reshape(D, -1),
+        "scale": None if norm is None else norm.scale_D,
+        "bias": None if bias is None else bias.reshape(-1),
+        "residual": residual_TF,
+    }
+    outs = {"out": jax.ShapeDtypeStruct((T, F), x_TD.dtype)}
+    if config.splits > 1:
+        blocks = F // config.block_out
+        # One array serves all calls of a program: each leaves it as it was.
+        operands["arrived"] = jnp.zeros((blocks,), jnp.int32)
+        outs["part"] = jax.ShapeDtypeStruct((blocks, config.splits, R, width), jnp.float32)
+    names = [name for name, operand in operands.items() if operand is not None]
+    return pl.pallas_call(
         partial(
             _kernel,
-            config=c,
+            names=(*names, *outs),
             R=R,
-            eps=None if norm is None else norm.eps,
-            plus_one=norm is not None and norm.plus_one,
-            has_bias=bias is not None,
+            eps=0.0 if norm is None else norm.eps,
             activation=activation,
-            has_residual=residual_MO is not None,
-            has_after=after is not None,
-            interpret=interpret,
+            config=config,
+            barrier=not interpret,
         ),
-        grid=(blocks * c.splits,),
-        out_shape=outs,
-        input_output_aliases=aliases,
+        grid=(F // config.block_out * config.splits,),
+        out_shape=list(outs.values()),
         compiler_params=pltriton.CompilerParams(
-            num_warps=c.num_warps, num_stages=c.num_stages
+            num_warps=config.num_warps, num_stages=config.num_stages
         ),
         interpret=interpret,
         name="small_batch_linear",
-    )(*ins)
-    return out[0], out[1]
+    )(*(operands[name] for name in names))[0]
 
 
 def _kernel(
     *refs: Any,
-    config: TuningConfig,
+    names: tuple[str, ...],
     R: int,
-    eps: float | None,
-    plus_one: bool,
-    has_bias: bool,
+    eps: float,
     activation: str | None,
-    has_residual: bool,
-    has_after: bool,
-    interpret: bool,
+    config: TuningConfig,
+    barrier: bool,
 ) -> None:
-    refs = list(refs)
-    x_ref, w_ref = refs.pop(0), refs.pop(0)
-    scale_ref = refs.pop(0) if eps is not None else None
-    bias_ref = refs.pop(0) if has_bias else None
-    residual_ref = refs.pop(0) if has_residual else None
-    if has_after:
-        refs.pop(0)
-    if config.splits > 1:
-        refs.pop(0)
-    out_ref, counter_ref = refs.pop(0), refs.pop(0)
-    c = config
-    M, O = out_ref.shape
-    I = w_ref.shape[0]
-    dtype = x_ref.dtype
-    blocks = O // c.block_out
-    pid = pl.program_id(0)
-    block = lax.rem(pid, blocks)
-    split = lax.div(pid, blocks)
-    m_R = jnp.arange(R)
-    o_B = block * c.block_out + jnp.arange(c.block_out)
-    live_R1 = (m_R < M)[:, None]
-    if activation is None:
-        width, column_W = c.block_out, o_B
-    else:
-        width = 2 * c.block_out
-        w_W = jnp.arange(width)
-        column_W = lax.div(w_W, c.block_out) * O + block * c.block_out + lax.rem(w_W, c.block_out)
-    steps = I // c.block_in // c.splits
+    ref = dict(zip(names, refs, strict=True))
+    (T, F), D = ref["out"].shape, ref["x"].shape[1]
+    B, C, splits = config.block_out, config.block_in, config.splits
+    block, split = lax.div(pl.program_id(0), splits), lax.rem(pl.program_id(0), splits)
+    t_R1, f_B = jnp.arange(R)[:, None], block * B + jnp.arange(B)
+    # Columns of the kernel: those of the gates, then those of the ups.
+    w_W = jnp.arange(B if activation is None else 2 * B)
+    column_W = lax.div(w_W, B) * F + block * B + lax.rem(w_W, B)
+    steps = D // C // splits
 
-    def step(i, state):
-        acc, square_R = state
-        k_K = (split * steps + i) * c.block_in + jnp.arange(c.block_in)
-        place = x_ref.at[m_R[:, None], k_K[None, :]]
-        if R == M:
-            x_RK = pltriton.load(place)
-        else:
-            mask = jnp.broadcast_to(live_R1, (R, c.block_in))
-            x_RK = pltriton.load(place, mask=mask, other=0)
-        if scale_ref is not None:
-            x32_RK = x_RK.astype(jnp.float32)
-            square_R += x32_RK * x32_RK
-            scale_K = scale_ref[k_K].astype(jnp.float32) + (1.0 if plus_one else 0.0)
-            x_RK = (x32_RK * scale_K[None, :]).astype(dtype)
-        w_KB = pltriton.load(w_ref.at[k_K[:, None], column_W[None, :]])
-        return acc + pltriton.dot(x_RK, w_KB), square_R
+    def step(i: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        sum_RW, square_RC = sums
+        d_C = (split * steps + i) * C + jnp.arange(C)
+        live_RC = jnp.broadcast_to(t_R1 < T, (R, C))
+        x_RC = pltriton.load(ref["x"].at[t_R1, d_C[None, :]], mask=live_RC, other=0)
+        if "scale" in ref:
+            wide_RC = x_RC.astype(jnp.float32)
+            square_RC += wide_RC * wide_RC
+            # The only rounding, as in the norm: the root is divided by at the end.
+            x_RC *= ref["scale"][d_C][None, :]
+        kernel_CW = ref["kernel"][d_C[:, None], column_W[None, :]]
+        return sum_RW + pltriton.dot(x_RC, kernel_CW), square_RC
 
-    zero = jnp.zeros((R, width), jnp.float32)
-    square = jnp.zeros((R, c.block_in) if eps is not None else (R,), jnp.float32)
-    acc, square_R = lax.fori_loop(0, steps, step, (zero, square))
+    zero_RW = jnp.zeros((R, w_W.size), jnp.float32)
+    zero_RC = jnp.zeros((R, C if "scale" in ref else 1), jnp.float32)
+    sum_RW, square_RC = lax.fori_loop(0, steps, step, (zero_RW, zero_RC))
 
-    def finish(acc) -> None:
-        if eps is not None:
-            factor_R = lax.rsqrt(square_R.sum(axis=1) / I + eps)
-            acc = acc * factor_R[:, None]
-        if bias_ref is not None:
-            acc = acc + bias_ref[column_W].astype(jnp.float32)[None, :]
-        y = acc
-        if activation is not None:
-            y_R2B = acc.reshape(R, 2, c.block_out)
-            up = lax.broadcasted_iota(jnp.int32, y_R2B.shape, 1) == 1
-            gate_RB = jnp.where(up, 0.0, y_R2B).sum(axis=1)
-            up_RB = jnp.where(up, y_R2B, 0.0).sum(axis=1)
-            y = ACTIVATIONS[activation](gate_RB) * up_RB
-        mask = jnp.broadcast_to(live_R1, y.shape)
-        if residual_ref is not None:
-            place = residual_ref.at[m_R[:, None], o_B[None, :]]
-            y = y + pltriton.load(place, mask=mask, other=0).astype(jnp.float32)
-        pltriton.store(out_ref.at[m_R[:, None], o_B[None, :]], y.astype(dtype), mask=mask)
+    def finish(sum_RW: jax.Array) -> None:
+        if "scale" in ref:
+            sum_RW *= lax.rsqrt(square_RC.sum(axis=1) / D + eps)[:, None]
+        if "bias" in ref:
+            sum_RW += ref["bias"][column_W].astype(jnp.float32)[None, :]
+        y_RB = sum_RW if activation is None else _gate(sum_RW, activation)
+        at_RB = (t_R1, f_B[None, :])
+        live_RB = jnp.broadcast_to(t_R1 < T, (R, B))
+        if "residual" in ref:
+            residual_RB = pltriton.load(ref["residual"].at[at_RB], mask=live_RB, other=0)
+            y_RB += residual_RB.astype(jnp.float32)
+        pltriton.store(ref["out"].at[at_RB], y_RB.astype(ref["out"].dtype), mask=live_RB)
 
-    if c.splits == 1:
-        finish(acc)
-        per = max(1, COUNTERS // blocks)
-        # Counters for the next product.
-        @pl.when(pid < COUNTERS // 16)
-        def _():
-            counter_ref[pid * 16 + jnp.arange(16)] = jnp.zeros((16,), jnp.int32)
+    if splits == 1:
+        finish(sum_RW)
         return
-    part_ref = refs.pop(0)
-    row_RB, o_RB = m_R[:, None], o_B[None, :]
-    pltriton.store(part_ref.at[split, row_RB, o_RB], acc)
-    if not interpret:
-        pltriton.debug_barrier()
-    done = pltriton.atomic_add(counter_ref, (block,), jnp.int32(1))
+    ref["part"][block, split] = sum_RW
+    if barrier:
+        pltriton.debug_barrier()  # all warps' parts are written before one says so
+    arrived = pltriton.atomic_add(ref["arrived"], (block,), jnp.int32(1))
 
-    @pl.when(done == c.splits - 1)
+    @pl.when(arrived == splits - 1)
     def _() -> None:
-        total = zero
-        for s in range(c.splits):
-            total += pltriton.load(part_ref.at[s, row_RB, o_RB], volatile=True)
-        finish(total)
-        counter_ref[block] = 0
+        finish(sum((_read_part(ref["part"], block, s, R, w_W) for s in range(splits)), zero_RW))
+        ref["arrived"][block] = jnp.int32(0)
+
+
+def _read_part(part_ref: Any, block: jax.Array, split: int, R: int, w_W: jax.Array) -> jax.Array:
+    """Another program's part: past the multiprocessor's own cache."""
+    place = part_ref.at[block, split, jnp.arange(R)[:, None], w_W[None, :]]
+    return pltriton.load(place, volatile=True)
+
+
+def _gate(sum_RW: jax.Array, activation: str) -> jax.Array:
+    """activation(gate) * up of [gates, ups]."""
+    R, W = sum_RW.shape
+    y_R2B = sum_RW.reshape(R, 2, W // 2)
+    is_up = lax.broadcasted_iota(jnp.int32, y_R2B.shape, 1) == 1
+    gate_RB = jnp.where(is_up, 0.0, y_R2B).sum(axis=1)
+    return ACTIVATIONS[activation](gate_RB) * jnp.where(is_up, y_R2B, 0.0).sum(axis=1)

@@ -81,17 +81,14 @@ class Linear(nn.Module):
         # The axes that come out stay apart, since merging could split one that a mesh shards.
         size = math.prod(self.inputs)
         x_TI, kernel = x.reshape(-1, size), kernel.reshape(size, *self.outputs)
-        gated = activation is not None
-        if self.fuse and is_faster(x_TI, kernel, gated=gated):
-            fused = small_batch_linear(
-                x_TI,
-                kernel if gated else kernel.reshape(size, -1),
-                bias=bias if gated or bias is None else bias.reshape(-1),
-                norm=norm,
-                activation=activation,
-                residual_TO=residual,
-            )
-            return fused if gated else fused.reshape(-1, *self.outputs)
+        if self.fuse:
+            gated = activation is not None
+            merged = kernel if gated else kernel.reshape(size, -1)
+            if is_faster(x_TI, merged, norm):
+                y = small_batch_linear(
+                    x_TI, merged, norm=norm, bias=bias, activation=activation, residual_TF=residual
+                )
+                return y if gated else y.reshape(-1, *self.outputs)
         if norm is not None:
             x_TI = rms_norm(x_TI, norm).astype(self.dtype)
         y = jax.lax.dot_general(
