@@ -89,24 +89,31 @@ class TuningConfig:
         return F % self.block_out == 0 and D % (self.block_in * self.splits) == 0
 
 
-def tuning_config(*, F: int, has_norm: bool) -> TuningConfig:
-    """The setting for F columns out, as measured on an H200."""
-    if has_norm or F // 32 > PROGRAMS // 2:
-        return TuningConfig(32, 256, 1, 4, 4)
-    return TuningConfig(32, 128, min(4, PROGRAMS // (F // 32)), 4, 4)
+def tuning_config(*, T: int, D: int, F: int, gated: bool, has_norm: bool) -> TuningConfig:
+    """The setting for T rows of D terms and F columns out, as measured on an H200."""
+    blocks = F // 32
+    if not has_norm and blocks <= PROGRAMS // 2:
+        splits = min(4, PROGRAMS // max(blocks, 1))
+        return TuningConfig(32, 128, splits, 4, max(1, min(6, D // 128 // splits)))
+    # Each warp multiplies the rows by the norm's factors anew; with enough columns a warp it pays.
+    few = has_norm and not gated and T <= 16
+    return TuningConfig(32, 256, 1, 2 if few else 4, 4)
 
 
 def is_faster(x_TD: jax.Array, kernel: jax.Array, norm: Norm | None) -> bool:
     """Whether `small_batch_linear` takes these operands, and an H200 less time than XLA's way."""
-    D, F = kernel.shape[0], kernel.shape[-1]
     return (
         x_TD.dtype == kernel.dtype == jnp.bfloat16
         and x_TD.shape[0] <= MAX_ROWS
-        and 32 <= F
         and kernel.size <= MAX_ELEMENTS
         and (norm is None or not norm.plus_one)
-        and tuning_config(F=F, has_norm=norm is not None).fits(D, F)
+        and _config(x_TD, kernel, norm).fits(kernel.shape[0], kernel.shape[-1])
     )
+
+
+def _config(x_TD: jax.Array, kernel: jax.Array, norm: Norm | None) -> TuningConfig:
+    (T, D), F = x_TD.shape, kernel.shape[-1]
+    return tuning_config(T=T, D=D, F=F, gated=kernel.ndim == 3, has_norm=norm is not None)
 
 
 def small_batch_linear(
@@ -128,7 +135,7 @@ def small_batch_linear(
         x_TD: bfloat16 rows, T <= 32.
         kernel: [D, F], with an activation [D, 2, F], gates first; bfloat16.
         norm: of x; without `plus_one`.
-        bias: [F] or [2, F].
+        bias: [F] or [2, F], as the kernel has columns.
         activation: a name from `ACTIVATIONS`.
         residual_TF: added last.
         config: layout on the card, which must divide D and F; None: `tuning_config`.
@@ -142,7 +149,7 @@ def small_batch_linear(
     """
     T, D = x_TD.shape
     gated, F = activation is not None, kernel.shape[-1]
-    config = config or tuning_config(F=F, has_norm=norm is not None)
+    config = config or _config(x_TD, kernel, norm)
     if kernel.shape != ((D, 2, F) if gated else (D, F)):
         raise ValueError(f"rows of {D} and {activation} do not fit a kernel of {kernel.shape}")
     if not x_TD.dtype == kernel.dtype == jnp.bfloat16:

@@ -24,6 +24,7 @@ from jaxpaged.parallel.sharding import split_attention
 
 Params = Any  # nested dicts of arrays
 
+
 class Attention(nn.Module):
     """Queries, keys and values; pages written, then read; heads mixed."""
 

@@ -49,7 +49,7 @@ def expected(
     return y if residual_TF is None else y + np.asarray(residual_TF, np.float64)
 
 
-@pytest.mark.parametrize("T", [1, 8, 13, 16, 27])
+@pytest.mark.parametrize("T", [1, 16, 27])
 @pytest.mark.parametrize(
     ("options", "config"),
     [
@@ -157,5 +157,5 @@ def test_where_it_is_faster() -> None:
 
 def test_settings_fill_the_card() -> None:
     for F in (1024, 1536, 2048, 4096):
-        config = tuning_config(F=F, has_norm=False)
+        config = tuning_config(T=8, D=3072, F=F, gated=False, has_norm=False)
         assert 64 <= F // config.block_out * config.splits <= 132
