@@ -10,17 +10,40 @@ so that T(1) is short. The median of several such differences.
 from __future__ import annotations
 
 import argparse
-import shutil
-import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-import jax
 import numpy as np
 
-from benchmarks.common import write_results
+from benchmarks.common import markdown, model_settings, write_results
 from jaxpaged import LLM, SamplingParams
+
+
+@contextmanager
+def dummy_llm(
+    model: Path, context: int, steps: int, max_num_seqs: int, dtype: str = "auto"
+) -> Iterator[LLM]:
+    """An engine of random weights with the sizes of a config.json, for prompts of `context`.
+
+    It compiles what its runs need when they first need it, so warm it up with the same runs.
+    """
+    with (
+        model_settings(model) as settings,
+        LLM(
+            **settings,
+            skip_tokenizer_init=True,
+            dtype=dtype,
+            max_model_len=context + 2 * steps,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max(2048, max_num_seqs),
+            enforce_eager=True,
+        ) as llm,
+    ):
+        yield llm
 
 
 def seconds(llm: LLM, prompts: list[list[int]], count: int) -> float:
@@ -42,20 +65,10 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--name", help="of the file in benchmarks/results")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copy(args.model, Path(folder) / "config.json")
-        llm = LLM(
-            folder,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype=args.dtype,
-            max_model_len=args.context + 2 * args.steps,
-            max_num_seqs=max(args.batch),
-            max_num_batched_tokens=max(2048, max(args.batch)),
-            enforce_eager=True,  # compiles what the runs below need, in the warm-up
-        )
+    with dummy_llm(args.model, args.context, args.steps, max(args.batch), args.dtype) as llm:
         draw = np.random.default_rng(0)
-        rows = []
+        runs: list[dict[str, Any]] = []
+        rows: list[dict[str, Any]] = []
         for size in args.batch:
             prompts = draw.integers(0, llm.info.vocab_size, (size, args.context)).tolist()
             for count in (1, 1 + args.steps):
@@ -65,19 +78,22 @@ def main() -> None:
                 for _ in range(args.repeats)
             ]
             step_ms = [1e3 * step for step in steps]
-            rows.append({"batch": size, "step_ms": median(step_ms), "all_ms": step_ms})
+            runs.append({"batch": size, "step_ms": step_ms})
+            rows.append({"batch": size, "step ms": median(step_ms), "fastest": min(step_ms)})
             print(f"batch {size:4d}, context {args.context}: {median(step_ms):7.3f} ms a step")
         write_results(
             args.name or f"decode_latency_{args.model.stem}",
             {
-                "card": jax.devices()[0].device_kind,
                 "model": args.model.stem,
                 "dtype": llm.info.dtype,
                 "attention_backend": llm.info.attention_backend,
                 "context": args.context,
-                "steps": rows,
+                "runs": runs,
+                "rows": rows,
+                "chart": {"x": "batch", "y": ["step ms"], "label": "ms a step"},
             },
         )
+        print(markdown(rows))
 
 
 if __name__ == "__main__":

@@ -1,28 +1,34 @@
 """How long `jaxpaged serve` takes until it is ready.
 
-    python -m benchmarks.startup [--model DIR] [--repeats N]
+    python -m benchmarks.startup [--model DIR or CONFIG.json] [--repeats N]
 
 Starts a server with an empty compilation cache, then again with what that start left there, each
 `--repeats` times. Counts from the start of the process to the line that says where it serves.
-Writes a table and JSON.
+A model that is only a config.json gets random weights and a synthetic tokenizer. Arguments unknown
+here are handed on to `jaxpaged serve`. Writes a table and JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
+from typing import Any
 
-from benchmarks.common import write_results
+from benchmarks.common import markdown, model_settings, write_results
+from benchmarks.make_tokenizer import make_tokenizer
 
 PHASE = re.compile(r"(\w+) (\d+\.\d+)")
 
 
-def start(arguments: list[str]) -> dict[str, float]:
+def start(arguments: Sequence[str]) -> dict[str, float]:
     """Start a server and end it once it is ready; seconds of each phase and of all."""
     began = time.perf_counter()
     with subprocess.Popen(
@@ -47,27 +53,49 @@ def start(arguments: list[str]) -> dict[str, float]:
     return phases
 
 
+def serve_arguments(model: Path | None, settings: dict[str, Any]) -> list[str]:
+    """What `jaxpaged serve` needs to hear of a model of `model_settings`."""
+    if model is None:
+        return []
+    arguments = [settings["model"]]
+    if "load_format" in settings:
+        make_tokenizer(json.loads(model.read_text()), Path(settings["model"]))
+        arguments += ["--load-format", settings["load_format"]]
+    return arguments
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description="Measure the start-up of `jaxpaged serve`.")
-    parser.add_argument("--model", help="folder of a checkpoint (default: the built-in model)")
-    parser.add_argument("--repeats", type=int, default=3)
-    args = parser.parse_args()
-    model = [args.model] if args.model else []
-    runs: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
-    for _ in range(args.repeats):
-        with tempfile.TemporaryDirectory() as cache:
-            for name in runs:
-                runs[name].append(start([*model, "--compile-cache-dir", cache]))
-    medians = {
-        name: {phase: median(run[phase] for run in found) for phase in found[0]}
-        for name, found in runs.items()
-    }
-    path = write_results(
-        "startup", {"model": args.model or "built-in", "seconds": runs, "medians": medians}
+    parser.add_argument(
+        "--model", type=Path, help="a config.json (random weights) or a folder (default: built-in)"
     )
-    for name, phases in medians.items():
-        print(f"{name}: " + ", ".join(f"{phase} {value:.1f} s" for phase, value in phases.items()))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--name", help="of the file in benchmarks/results")
+    args, more = parser.parse_known_args()
+    runs: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
+    with model_settings(args.model) as settings:
+        arguments = serve_arguments(args.model, settings)
+        for _ in range(args.repeats):
+            with tempfile.TemporaryDirectory() as cache:
+                for name, found in runs.items():
+                    found.append(start([*arguments, "--compile-cache-dir", cache, *more]))
+                    print(name, found[-1], flush=True)
+    rows = [
+        {"start": name, **{phase: median(run[phase] for run in found) for phase in found[0]}}
+        for name, found in runs.items()
+    ]
+    print(markdown(rows))
+    model = "built-in" if args.model is None else args.model.stem
+    path = write_results(
+        args.name or ("startup" if args.model is None else f"startup_{model}"),
+        {
+            "model": model,
+            "seconds": runs,
+            "rows": rows,
+            "chart": {"x": "start", "y": ["until ready"], "label": "seconds"},
+        },
+    )
     print(f"wrote {path}")
 
 

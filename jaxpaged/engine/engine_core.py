@@ -18,6 +18,7 @@ from jaxpaged.engine.messages import (
     SequenceOutput,
     TokenLogprobs,
 )
+from jaxpaged.runtime.batch_builder import StepInput
 from jaxpaged.runtime.model_runner import InFlight, StepResult
 from jaxpaged.runtime.startup import start_runner
 from jaxpaged.runtime.token_masks import waits_for_last_token
@@ -143,10 +144,10 @@ class EngineCore:
                 self._admitted_at.setdefault(sequence.request.request_id, time.time())
         in_flight = None
         if scheduled.sequences:
-            self._dispatch_forward(scheduled)
+            step = self._dispatch_forward(scheduled)
             if any(waits_for_last_token(item.sequence.request) for item in scheduled.sequences):
                 self._collect()  # this step's masks need the tokens of the one before
-            in_flight = self._runner.sample(scheduled)
+            in_flight = self._runner.sample(scheduled, step)
         self._collect()
         self._pending = in_flight
         if not self._overlap:
@@ -154,12 +155,13 @@ class EngineCore:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _dispatch_forward(self, scheduled: SchedulerOutput) -> None:
+    def _dispatch_forward(self, scheduled: SchedulerOutput) -> StepInput:
         begin = time.perf_counter()
         device_waits = self._pending is not None and self._pending.is_ready()
-        self._bucket_tokens = self._runner.forward(scheduled).num_tokens
+        step = self._runner.forward(scheduled)
         self._host_gap = time.perf_counter() - begin if device_waits else 0.0
-        self._iteration_tokens = scheduled.num_tokens
+        self._bucket_tokens, self._iteration_tokens = step.bucket.num_tokens, scheduled.num_tokens
+        return step
 
     def _collect(self) -> None:
         if self._pending is None:

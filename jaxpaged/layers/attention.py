@@ -16,22 +16,24 @@ from flax import struct
 from jaxpaged.arrays.step_batch import StepBatch
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention_triton import paged_attention_triton
-from pallas_kernels.write_kv_pages import write_kv_pages
+from pallas_kernels.rope_write import rope_write, rope_write_reference
 
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """Implementations with the signatures of `write_kv_pages` and `paged_attention`."""
+    """Implementations with the signatures of `rope_write_reference` and `paged_attention`."""
 
     platforms: frozenset[str]  # jax.Device.platform values
-    write: Callable[..., jax.Array]
+    write: Callable[..., tuple[jax.Array, jax.Array]]
     attend: Callable[..., jax.Array]
 
 
 # The first that serves a platform is what "auto" picks there.
 BACKENDS: dict[str, AttentionBackend] = {
-    "triton": AttentionBackend(frozenset({"gpu"}), write_kv_pages, paged_attention_triton),
-    "xla": AttentionBackend(frozenset({"cpu", "gpu", "tpu"}), write_kv_pages, paged_attention),
+    "triton": AttentionBackend(frozenset({"gpu"}), rope_write, paged_attention_triton),
+    "xla": AttentionBackend(
+        frozenset({"cpu", "gpu", "tpu"}), rope_write_reference, paged_attention
+    ),
 }
 
 
@@ -70,15 +72,17 @@ def write_places(batch: StepBatch, group: int, page_size: int) -> WritePlaces:
 
 
 def attend(
-    q_TNH: jax.Array,
-    k_TKH: jax.Array,
-    v_TKH: jax.Array,
+    qkv_TKXH: jax.Array,
     pages_P2KSH: jax.Array,
+    scales: tuple[jax.Array, jax.Array] | None,
+    rope: tuple[jax.Array, jax.Array],
     batch: StepBatch,
     group: int,
     places: WritePlaces,
     *,
     backend: str,
+    norm_eps: float,
+    norm_plus_one: bool,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
@@ -86,19 +90,31 @@ def attend(
     """Causal self-attention of one layer over its KV group's pages.
 
     Args:
-        q_TNH, k_TKH, v_TKH: the step's queries, keys and values, positions already applied.
+        qkv_TKXH: each KV head's G queries, its key and its value (X = G + 2).
         pages_P2KSH: this layer's array of the pool.
+        scales: of the queries' and of the keys' norm; None: the model has none.
+        rope: cos and sin tables of the tokens' positions.
         batch: the step.
         group: KV group of the layer: `KVPagesSpec.place(layer)[0]`.
         places: `write_places(batch, group, page_size)`.
         backend: a name from `attention_backend`.
+        norm_eps, norm_plus_one: as `layers.norm.RMSNorm`.
         scale, window, softcap: as `pallas_kernels.paged_attention.paged_attention`.
 
     Returns:
-        [T, N, H] attention output (0 for padding) and the pages, updated in place if donated.
+        [T, K * G, H] attention output (0 for padding) and the pages, updated in place if donated.
     """
     ops = BACKENDS[backend]
-    pages_P2KSH = ops.write(k_TKH, v_TKH, pages_P2KSH, places.page_T, places.slot_T)
+    q_TNH, pages_P2KSH = ops.write(
+        qkv_TKXH,
+        *rope,
+        pages_P2KSH,
+        places.page_T,
+        places.slot_T,
+        scales,
+        eps=norm_eps,
+        plus_one=norm_plus_one,
+    )
     out_TNH = ops.attend(
         q_TNH,
         pages_P2KSH,

@@ -128,11 +128,3 @@ def rope_tables(spec: RopeSpec, position_T: jax.Array) -> tuple[jax.Array, jax.A
     """cos and sin of every pair's angle, float32 [T, H / 2] each."""
     angle = position_T.astype(jnp.float32)[:, None] * spec.frequencies()
     return jnp.cos(angle) * spec.magnitude, jnp.sin(angle) * spec.magnitude
-
-
-def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate [T, ..., H] by tables [T, H / 2]; pair i is (x[i], x[i + H / 2]). float32 out."""
-    middle = (1,) * (x.ndim - 2)
-    cos, sin = (t.reshape(t.shape[0], *middle, t.shape[1]) for t in (cos, sin))
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1)

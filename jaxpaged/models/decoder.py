@@ -18,7 +18,7 @@ from jaxpaged.layers.attention import WritePlaces, attend, write_places
 from jaxpaged.layers.embedding import Embedding
 from jaxpaged.layers.linear import Linear
 from jaxpaged.layers.norm import RMSNorm
-from jaxpaged.layers.rope import apply_rope, rope_tables
+from jaxpaged.layers.rope import rope_tables
 from jaxpaged.models.spec import ModelSpec
 from jaxpaged.parallel.sharding import split_attention
 
@@ -58,36 +58,33 @@ class Attention(nn.Module):
         places: WritePlaces,
     ) -> tuple[jax.Array, jax.Array]:
         s = self.spec
-        T, K, G, H = x_TD.shape[0], s.num_kv_heads, s.queries_per_kv_head, s.head_dim
-        qkv_TKXH = self.qkv(x_TD, norm=norm.operands())
-        q_TKGH, k_TKH, v_TKH = qkv_TKXH[:, :, :G], qkv_TKXH[:, :, G], qkv_TKXH[:, :, G + 1]
-        if s.qk_norm:
-            q_TKGH, k_TKH = self.q_norm(q_TKGH), self.k_norm(k_TKH)
-        q_TNH = apply_rope(q_TKGH, *rope).astype(self.dtype).reshape(T, K * G, H)
-        k_TKH = apply_rope(k_TKH, *rope).astype(self.dtype)
+        scales = (self.q_norm.scale, self.k_norm.scale) if s.qk_norm else None
         attend_heads: Callable[..., Any] = partial(
             _attend_heads,
             backend=self.backend,
+            norm_eps=s.norm_eps,
+            norm_plus_one=s.norm_plus_one,
             scale=s.attention_scale,
             window=self.window,
         )
         if self.mesh is not None:
             attend_heads = split_attention(attend_heads, self.mesh)
-        out_TNH, pages = attend_heads(q_TNH, k_TKH, v_TKH, pages, batch, places)
+        qkv_TKXH = self.qkv(x_TD, norm=norm.operands())
+        out_TNH, pages = attend_heads(qkv_TKXH, pages, scales, rope, batch, places)
         return self.o(out_TNH, residual=residual_TD), pages
 
 
 def _attend_heads(
-    q_TNH: jax.Array,
-    k_TKH: jax.Array,
-    v_TKH: jax.Array,
+    qkv_TKXH: jax.Array,
     pages: jax.Array,
+    scales: tuple[jax.Array, jax.Array] | None,
+    rope: tuple[jax.Array, jax.Array],
     batch: StepBatch,
     places: WritePlaces,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of one layer, whose KV group's page table is the only one in `batch`."""
-    return attend(q_TNH, k_TKH, v_TKH, pages, batch, 0, places, **options)
+    return attend(qkv_TKXH, pages, scales, rope, batch, 0, places, **options)
 
 
 class MLP(nn.Module):

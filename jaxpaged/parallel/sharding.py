@@ -15,7 +15,8 @@ from jaxpaged.parallel.mesh import MODEL
 RULES = {"kv_heads": MODEL, "ffn": MODEL, "vocab": MODEL}
 
 KV_PAGES_AXES = (None, None, "kv_heads", None, None)  # [P, 2, K, S, H]
-HEADS_AXES = (None, "kv_heads", None)  # [T, N, H] as well: a KV head's queries lie together
+QKV_AXES = (None, "kv_heads", None, None)  # [T, K, X, H]
+HEADS_AXES = (None, "kv_heads", None)  # [T, N, H]: a KV head's queries lie together
 
 
 def partition(logical_axes: Sequence[str | None]) -> PartitionSpec:
@@ -54,18 +55,19 @@ def split_attention(attend: Callable[..., Any], mesh: Mesh) -> Callable[..., Any
     """Attention on each device's own heads: none needs another's keys, so nothing is exchanged.
 
     Args:
-        attend: (queries, keys, values, pages, *step) -> (output, pages).
+        attend: (queries, keys and values of each KV head, pages, *whole) -> (output, pages), where
+            every device gets all of `whole`.
     """
-    heads, pages, whole = partition(HEADS_AXES), partition(KV_PAGES_AXES), PartitionSpec()
+    qkv, pages, heads = partition(QKV_AXES), partition(KV_PAGES_AXES), partition(HEADS_AXES)
 
-    def split(q: jax.Array, k: jax.Array, v: jax.Array, kv_pages: jax.Array, *step: Any) -> Any:
+    def split(qkv_TKXH: jax.Array, kv_pages: jax.Array, *whole: Any) -> Any:
         return jax.shard_map(
             attend,
             mesh=mesh,
-            in_specs=(heads, heads, heads, pages, *(whole for _ in step)),
+            in_specs=(qkv, pages, *(PartitionSpec() for _ in whole)),
             out_specs=(heads, pages),
             check_vma=False,
-        )(q, k, v, kv_pages, *step)
+        )(qkv_TKXH, kv_pages, *whole)
 
     return split
 

@@ -11,28 +11,10 @@ from jaxpaged.core.buckets import Bucket, Buckets
 from jaxpaged.core.scheduler import ScheduledSequence, SchedulerOutput
 from jaxpaged.core.sequence import SequenceState
 from jaxpaged.runtime.slot_table import SCORING, SlotTable
-from jaxpaged.runtime.step import StepShapes
+from jaxpaged.runtime.step import NO_ENTRY, StepShapes, rides_along
 from jaxpaged.runtime.token_masks import next_token_mask
 
 TABLE_UPDATES = 4096  # page-table entries one upload before a step carries
-
-
-@dataclass(frozen=True)
-class ForwardInput:
-    """Host side of a forward step."""
-
-    bucket: Bucket
-    packed: np.ndarray
-    table_uploads: list[tuple[np.ndarray, np.ndarray]]  # (index_X, page_X) to write beforehand
-
-
-@dataclass(frozen=True)
-class SampleInput:
-    """Host side of the sampling of a step."""
-
-    num_rows: int
-    variant: str
-    packed: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -41,6 +23,26 @@ class PromptRow:
 
     sequence: SequenceState
     position: int  # of the token asked for
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Which rows a step samples: new tokens first, then prompt log-probabilities."""
+
+    num_rows: int
+    variant: str
+    sampled: list[ScheduledSequence]
+    prompt_rows: list[PromptRow]
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """Host side of a step."""
+
+    bucket: Bucket
+    words_X: np.ndarray | None  # front of the state's `input_X`; None: the device has it
+    table_uploads: list[tuple[np.ndarray, np.ndarray]]  # (index_X, page_X) to write beforehand
+    sampling: Sampling | None  # None: no row is wanted, every chunk ends inside its prompt
 
 
 class BatchBuilder:
@@ -52,25 +54,57 @@ class BatchBuilder:
         self._slots = slots
         self._sent = np.zeros((shapes.num_groups, shapes.max_num_seqs), np.int64)
         self._packings = {bucket: shapes.forward_packing(bucket) for bucket in buckets.forward}
+        self._on_device: np.ndarray | None = None  # front of the state's `input_X`
+        self._offset, self._sizes = shapes.forward_offset, shapes.input_sizes(buckets)
 
     def admit(self, sequences: Sequence[SequenceState]) -> None:
         """Sequences that take a slot this step: nothing of theirs is on the device yet."""
         for sequence in sequences:
             self._sent[:, sequence.slot] = 0
 
-    def forward(self, output: SchedulerOutput) -> ForwardInput:
-        """Tokens, positions, page-table news of a step; decodes first, then chunks."""
+    def step(self, output: SchedulerOutput) -> StepInput:
+        """Tokens (decodes first, then chunks), page-table news and sampling of a step.
+
+        A new buffer every time: the device may still read the one before.
+        """
         scheduled = output.sequences
         num_decodes = sum(item.num_tokens == 1 for item in scheduled)
         bucket = self._buckets.fit(
             output.num_tokens, len(scheduled), decode_only=num_decodes == len(scheduled)
         )
-        buffer, views = self._packings[bucket].host()
+        words_X, views = self._new_step(bucket)
         self._fill_tokens(scheduled, views)
         views["num_decodes"][...] = num_decodes
         views["num_seqs"][...] = len(scheduled)
         uploads = self._fill_page_tables(scheduled, views)
-        return ForwardInput(bucket, buffer, uploads)
+        sampling = self._sampling(scheduled)
+        if sampling is not None and rides_along(sampling.variant):
+            self._fill_sampling(sampling, words_X)
+        known = self._on_device is not None and np.array_equal(self._on_device, words_X)
+        self._on_device = words_X.copy()  # the transfer may still read the other
+        if bucket.decode_only:
+            self._shapes.count_on(self._packings[bucket].views(self._on_device[self._offset :]))
+        return StepInput(bucket, None if known else words_X, uploads, sampling)
+
+    def padded_step(self, bucket: Bucket) -> np.ndarray:
+        """Input of a step of nothing, whatever variant samples it."""
+        words_X, views = self._new_step(bucket)
+        views["slot_B"][:] = self._shapes.null_slot
+        views["table_index_X"][:] = NO_ENTRY
+        words_X[: self._offset] = self._shapes.null_slot
+        return words_X
+
+    def padded_sampling(self, num_rows: int) -> np.ndarray:
+        """Settings of rows that sample nothing, for the variant that does not ride along."""
+        words_X = np.zeros(self._shapes.sample_packing(num_rows, "full").size, np.int32)
+        words_X[:num_rows] = self._shapes.null_slot
+        return words_X
+
+    def _new_step(self, bucket: Bucket) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        packing = self._packings[bucket]
+        size = next(n for n in self._sizes if n >= self._offset + packing.size)
+        words_X = np.zeros(size, np.int32)
+        return words_X, packing.views(words_X[self._offset :])
 
     def _fill_tokens(
         self, scheduled: Sequence[ScheduledSequence], views: dict[str, np.ndarray]
@@ -133,21 +167,16 @@ class BatchBuilder:
         uploads = []
         for start in range(0, extra, TABLE_UPDATES):
             end = min(start + TABLE_UPDATES, extra)
-            index = np.full(TABLE_UPDATES, np.iinfo(np.int32).max, np.int32)
+            index = np.full(TABLE_UPDATES, NO_ENTRY, np.int32)
             page = np.zeros(TABLE_UPDATES, np.int32)
             index[: end - start], page[: end - start] = indices[start:end], pages[start:end]
             uploads.append((index, page))
         count = len(indices) - extra
         index_X[:count], page_X[:count] = indices[extra:], pages[extra:]
-        index_X[count:] = np.iinfo(np.int32).max
+        index_X[count:] = NO_ENTRY
         return uploads
 
-    def sample(self, output: SchedulerOutput) -> tuple[SampleInput, list[PromptRow]] | None:
-        """Sampling settings of a step's rows: new tokens first, then prompt log-probabilities.
-
-        Returns None when no row is wanted (every chunk ends inside its prompt).
-        """
-        scheduled = output.sequences
+    def _sampling(self, scheduled: Sequence[ScheduledSequence]) -> Sampling | None:
         sampled = [item for item in scheduled if item.samples]
         prompt_rows = [
             PromptRow(item.sequence, position + 1)
@@ -160,16 +189,28 @@ class BatchBuilder:
         count = len(sampled) + len(prompt_rows)
         if count == 0:
             return None
-        slots = np.fromiter((item.slot for item in sampled), np.int64, len(sampled))
         variant = self._slots.variant(sampled, bool(prompt_rows))
         num_rows = self._buckets.fit_rows(count, scoring=variant in SCORING)
-        buffer, views = self._shapes.sample_packing(num_rows, variant).host()
+        return Sampling(num_rows, variant, sampled, prompt_rows)
+
+    def late_words(self, sampling: Sampling) -> np.ndarray:
+        """Settings of a sampling that does not ride along, once its masks can be told."""
+        words_X = np.zeros(
+            self._shapes.sample_packing(sampling.num_rows, sampling.variant).size, np.int32
+        )
+        self._fill_sampling(sampling, words_X)
+        return words_X
+
+    def _fill_sampling(self, sampling: Sampling, words_X: np.ndarray) -> None:
+        sampled, prompt_rows = sampling.sampled, sampling.prompt_rows
+        views = self._shapes.sample_packing(sampling.num_rows, sampling.variant).views(words_X)
+        count = len(sampled)
+        slots = np.fromiter((item.slot for item in sampled), np.int64, count)
         views["slot_R"][:] = self._shapes.null_slot
-        views["slot_R"][: len(sampled)] = slots
-        views["position_R"][: len(sampled)] = [item.start + item.num_tokens for item in sampled]
+        views["slot_R"][:count] = slots
         views["target_R"][:] = 0  # padding asks for a token's log-probability: draws nothing
-        views["target_R"][: len(sampled)] = -1
-        views["target_R"][len(sampled) : count] = [
+        views["target_R"][:count] = -1
+        views["target_R"][count : count + len(prompt_rows)] = [
             row.sequence.token_ids[row.position] for row in prompt_rows
         ]
         self._slots.fill(slots, views)
@@ -180,4 +221,3 @@ class BatchBuilder:
                 mask_W = next_token_mask(item, static_W, self._shapes.vocab)
                 if mask_W is not None:
                     views["mask_RW"][r] = mask_W
-        return SampleInput(num_rows, variant, buffer), prompt_rows

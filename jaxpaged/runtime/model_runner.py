@@ -14,7 +14,7 @@ from jaxpaged.core.scheduler import SchedulerOutput
 from jaxpaged.core.sequence import SequenceState
 from jaxpaged.models.decoder import Decoder, Params, head_params
 from jaxpaged.runtime import sampler
-from jaxpaged.runtime.batch_builder import BatchBuilder, PromptRow
+from jaxpaged.runtime.batch_builder import BatchBuilder, PromptRow, StepInput
 from jaxpaged.runtime.compilation import Executables, abstract, compile_options
 from jaxpaged.runtime.plan import EnginePlan
 from jaxpaged.runtime.programs import (
@@ -23,11 +23,12 @@ from jaxpaged.runtime.programs import (
     Key,
     Programs,
     Sample,
+    TakeInput,
     Upkeep,
     all_keys,
 )
 from jaxpaged.runtime.slot_table import SlotTable, has_penalties
-from jaxpaged.runtime.step import zero_state
+from jaxpaged.runtime.step import rides_along, zero_state
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,9 @@ class ModelRunner:
         self._shapes = plan.shapes
         self._slots = SlotTable(plan.max_num_seqs, plan.vocab)
         self._builder = BatchBuilder(self._shapes, plan.buckets, self._slots)
-        self._state = zero_state(self._shapes, plan.kv.zeros(), model.spec.width, model.dtype)
+        self._state = zero_state(
+            self._shapes, plan.buckets, plan.kv.zeros(), model.spec.width, model.dtype
+        )
         self._penalties = sampler.PenaltyState.zeros(plan.max_num_seqs, plan.vocab)
         self.executables: Executables[Key] = Executables(
             Programs(
@@ -77,45 +80,51 @@ class ModelRunner:
 
     def compile_all(self) -> None:
         """Compile everything that a step may need; nothing is compiled afterwards."""
-        self.executables.compile_all(all_keys(self.plan.buckets))
+        self.executables.compile_all(
+            all_keys(self.plan.buckets, self._shapes.input_sizes(self.plan.buckets))
+        )
 
     def warm_up(self, keys: Sequence[Key]) -> None:
         """Run executables once on padding, so that the first request finds them loaded."""
         for key in keys:
             match key:
+                case TakeInput(size):
+                    self._take_input(np.zeros(size, np.int32))
                 case Forward(bucket):
-                    buffer, views = self._shapes.forward_packing(bucket).host()
-                    views["slot_B"][:] = self._shapes.null_slot
-                    views["table_index_X"][:] = np.iinfo(np.int32).max
-                    self._run_forward(bucket, buffer)
+                    self._take_input(self._builder.padded_step(bucket))
+                    self._run_forward(bucket)
                 case Sample(num_rows, variant):
-                    buffer, views = self._shapes.sample_packing(num_rows, variant).host()
-                    views["slot_R"][:] = self._shapes.null_slot
-                    self._run_sample(key, buffer)
+                    self._take_input(self._builder.padded_step(self.plan.buckets.forward[0]))
+                    late = None if rides_along(variant) else self._builder.padded_sampling(num_rows)
+                    self._run_sample(key, late)
         jax.block_until_ready(self._state)
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def forward(self, scheduled: SchedulerOutput) -> Bucket:
-        """Dispatch the forward pass of a step; returns its bucket at once."""
+    def forward(self, scheduled: SchedulerOutput) -> StepInput:
+        """Dispatch the forward pass of a step; returns at once what `sample` wants to know."""
         self._builder.admit(scheduled.admitted)
         self._slots.admit(scheduled.admitted)
         for sequence in scheduled.admitted:
             if has_penalties(sequence.request.params):
                 self._count_known_tokens(sequence)
-        step = self._builder.forward(scheduled)
+        step = self._builder.step(scheduled)
         for index_X, page_X in step.table_uploads:
             tables = self.executables[Upkeep.PAGE_TABLES](
                 self._state.page_tables, self._put(index_X), self._put(page_X)
             )
             self._state = self._state.replace(page_tables=tables)
-        self._run_forward(step.bucket, step.packed)
-        return step.bucket
+        if step.words_X is not None:
+            self._take_input(step.words_X)
+        self._run_forward(step.bucket)
+        return step
 
-    def _run_forward(self, bucket: Bucket, packed: np.ndarray) -> None:
-        self._state = self.executables[Forward(bucket)](
-            self._params, self._state, self._put(packed)
-        )
+    def _take_input(self, words_X: np.ndarray) -> None:
+        input_X = self.executables[TakeInput(words_X.size)](self._state.input_X, self._put(words_X))
+        self._state = self._state.replace(input_X=input_X)
+
+    def _run_forward(self, bucket: Bucket) -> None:
+        self._state = self.executables[Forward(bucket)](self._params, self._state)
 
     def _put(self, buffer: np.ndarray) -> jax.Array:
         """The one way up: explicit, so that a test can forbid any other transfer."""
@@ -132,26 +141,28 @@ class ModelRunner:
             piece[3 : 3 + len(ids)] = ids
             self._penalties = self.executables[Upkeep.PENALTIES](self._penalties, self._put(piece))
 
-    def sample(self, scheduled: SchedulerOutput) -> InFlight:
+    def sample(self, scheduled: SchedulerOutput, step: StepInput) -> InFlight:
         """Dispatch the sampling of a step's rows; the copy to the host starts at once."""
-        built = self._builder.sample(scheduled)
         now = time.perf_counter()
-        if built is None:
+        sampling = step.sampling
+        if sampling is None:
             return InFlight(scheduled, None, [], now)
-        step, prompt_rows = built
-        out = self._run_sample(Sample(step.num_rows, step.variant), step.packed)
+        late = None if rides_along(sampling.variant) else self._builder.late_words(sampling)
+        out = self._run_sample(Sample(sampling.num_rows, sampling.variant), late)
         for array in jax.tree.leaves(out):
             array.copy_to_host_async()
-        return InFlight(scheduled, out, prompt_rows, now)
+        return InFlight(scheduled, out, sampling.prompt_rows, now)
 
-    def _run_sample(self, key: Sample, packed: np.ndarray) -> sampler.SampleOutput:
+    def _run_sample(self, key: Sample, late_X: np.ndarray | None) -> sampler.SampleOutput:
+        """Sample with the settings in the state's input, or with those that come late."""
         full = key.variant == "full"
         out, last_token, penalties = self.executables[key](
             self._head_params,
             self._state.hidden_RD,
+            self._state.position_R,
             self._state.last_token,
             self._penalties if full else None,
-            self._put(packed),
+            self._state.input_X if late_X is None else self._put(late_X),
         )
         self._state = self._state.replace(last_token=last_token)
         if full:

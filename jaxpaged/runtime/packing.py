@@ -26,22 +26,28 @@ class Packing:
         """Length of the buffer in 32-bit words."""
         return sum(math.prod(shape) for _, shape, _ in self.fields)
 
-    def host(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """A zeroed host buffer and writable views into it, by name.
+    def bounds(self, name: str) -> tuple[int, int]:
+        """First word of an array, and the word after its last."""
+        start = 0
+        for other, shape, _ in self.fields:
+            end = start + math.prod(shape)
+            if other == name:
+                return start, end
+            start = end
+        raise KeyError(name)
 
-        A new buffer every time: the device may still read the one before.
-        """
-        buffer = np.zeros(self.size, np.int32)
+    def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
+        """Writable views, by name, into the front of a host buffer of int32."""
         views, start = {}, 0
         for name, shape, dtype in self.fields:
             end = start + math.prod(shape)
             views[name] = buffer[start:end].view(dtype).reshape(shape)
             start = end
-        return buffer, views
+        return views
 
-    def unpack(self, buffer: jax.Array) -> dict[str, jax.Array]:
-        """The same arrays on the device, inside a jitted function."""
-        arrays, start = {}, 0
+    def unpack(self, buffer: jax.Array, start: int = 0) -> dict[str, jax.Array]:
+        """The same arrays on the device, inside a jitted function; they begin at `start`."""
+        arrays = {}
         for name, shape, dtype in self.fields:
             end = start + math.prod(shape)
             piece = jax.lax.slice(buffer, (start,), (end,)).reshape(shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -15,7 +16,15 @@ from jaxpaged.runtime.batch_builder import TABLE_UPDATES
 from jaxpaged.runtime.compilation import Program, abstract
 from jaxpaged.runtime.sampler import VARIANTS, PenaltyState, count_tokens
 from jaxpaged.runtime.slot_table import SCORING
-from jaxpaged.runtime.step import EngineState, StepShapes, forward, sample, update_page_tables
+from jaxpaged.runtime.step import (
+    EngineState,
+    StepShapes,
+    forward,
+    rides_along,
+    sample,
+    take_input,
+    update_page_tables,
+)
 
 PENALTY_PIECE = 2048  # token ids that one call adds to a slot's counts
 
@@ -35,6 +44,13 @@ class Sample:
     variant: str
 
 
+@dataclass(frozen=True)
+class TakeInput:
+    """Copies so many words from the host into the state."""
+
+    size: int
+
+
 class Upkeep(Enum):
     """Changes of state beside the steps."""
 
@@ -42,16 +58,16 @@ class Upkeep(Enum):
     PENALTIES = "penalties"
 
 
-Key = Forward | Sample | Upkeep
+Key = Forward | Sample | TakeInput | Upkeep
 
 
-def all_keys(buckets: Buckets) -> list[Key]:
+def all_keys(buckets: Buckets, input_sizes: Sequence[int]) -> list[Key]:
     """Every executable that a step may need, the largest first: they compile longest."""
     keys: list[Key] = [Forward(bucket) for bucket in reversed(buckets.forward)]
     for variant in VARIANTS:
         sizes = buckets.scoring_rows if variant in SCORING else buckets.rows
         keys += [Sample(num_rows, variant) for num_rows in sizes]
-    return [*keys, *Upkeep]
+    return [*keys, *map(TakeInput, input_sizes), *Upkeep]
 
 
 def largest_keys(buckets: Buckets) -> list[Key]:
@@ -83,11 +99,7 @@ class Programs:
             case Forward(bucket):
                 return Program(
                     functools.partial(forward, self.model, self.shapes, bucket),
-                    (
-                        abstract(self.params),
-                        state,
-                        _words(self.shapes.forward_packing(bucket).size),
-                    ),
+                    (abstract(self.params), state),
                     donate=(1,),
                     out_shardings=jax.tree.map(lambda array: array.sharding, self.state),
                 )
@@ -99,12 +111,19 @@ class Programs:
                     (
                         abstract(head_params(self.params)),
                         state.hidden_RD,
+                        state.position_R,
                         state.last_token,
                         abstract(self.penalties) if variant == "full" else None,
-                        _words(self.shapes.sample_packing(num_rows, variant).size),
+                        state.input_X
+                        if rides_along(variant)
+                        else _words(self.shapes.sample_packing(num_rows, variant).size),
                     ),
-                    donate=(2, 3),
+                    donate=(3, 4),
                     out_shardings=whole,
+                )
+            case TakeInput(size):
+                return Program(
+                    take_input, (state.input_X, _words(size)), donate=(0,), out_shardings=whole
                 )
             case Upkeep.PAGE_TABLES:
                 entries = _words(TABLE_UPDATES)

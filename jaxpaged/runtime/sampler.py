@@ -87,9 +87,9 @@ class SamplingBatch:
 
 
 def input_fields(variant: str, vocab: int) -> tuple[Field, ...]:
-    """The arrays that a variant reads: name, shape of a row, dtype."""
+    """The arrays that a variant reads besides `position_R`: name, shape of a row, dtype."""
     added: dict[str, tuple[Field, ...]] = {
-        "greedy": (("slot_R", (), "int32"), ("position_R", (), "int32"), ("target_R", (), "int32")),
+        "greedy": (("slot_R", (), "int32"), ("target_R", (), "int32")),
         "plain": (
             ("seed_R2", (2,), "uint32"),
             ("choice_R", (), "int32"),

@@ -67,7 +67,7 @@ def start_runner(config: EngineConfig, *, serving: bool) -> Started:
 
     start = time.perf_counter()
     if not config.enforce_eager:
-        keys = all_keys(plan.buckets)
+        keys = all_keys(plan.buckets, plan.shapes.input_sizes(plan.buckets))
         # A CPU has nothing to load: one small step tells that everything runs.
         runner.warm_up(smallest_keys(plan.buckets) if device.platform == "cpu" else keys)
     seconds["warmup"] = time.perf_counter() - start
@@ -94,9 +94,7 @@ def _size_pool(
         largest = largest_keys(plan.buckets)
         probe.executables.compile_all(largest)
         temporary = max(probe.executables.temporary_bytes(key) for key in largest)
-        step_input = 4 * max(
-            plan.shapes.forward_packing(bucket).size for bucket in plan.buckets.forward
-        )
+        step_input = 4 * plan.shapes.input_sizes(plan.buckets)[-1]
     budget = page_budget(
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
         gpu_memory_utilization=config.gpu_memory_utilization,

@@ -2,7 +2,9 @@
 
 `forward(params, state, packed) -> state` computes a bucket of tokens; `sample` turns the hidden
 rows that it left behind into tokens, which stay on the device as the next step's input. The
-state is donated, so pages, tables and tokens are updated in place.
+state is donated, so pages, tables and tokens are updated in place. What the host says of a step
+goes up in one transfer and is copied into the state: a GPU replays a step as one recorded graph,
+and would have to record it again if any of its arrays lay elsewhere than the last time.
 """
 
 from __future__ import annotations
@@ -11,13 +13,19 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from jaxpaged.arrays.step_batch import StepBatch
-from jaxpaged.core.buckets import Bucket
+from jaxpaged.core.buckets import Bucket, Buckets
 from jaxpaged.models.decoder import Decoder, Params
 from jaxpaged.runtime import sampler
 from jaxpaged.runtime.packing import Packing
+
+NO_ENTRY = int(np.iinfo(np.int32).max)  # in place of a page-table index: beyond every table
+# From a decode step to the next: what grows by one a sequence, and what says that no page is new.
+GROWING = ("position_T", "kv_len_B")
+NO_NEWS = {"table_index_X": NO_ENTRY, "table_page_X": 0}
 
 
 class EngineState(struct.PyTreeNode):
@@ -27,6 +35,8 @@ class EngineState(struct.PyTreeNode):
     page_tables: jax.Array  # i32[groups, max_num_seqs + 1, M] by slot; the last slot is padding's
     last_token: jax.Array  # i32[max_num_seqs + 1] the token sampled last in each slot
     hidden_RD: jax.Array  # [R, D] rows of the last forward, after the final norm
+    position_R: jax.Array  # i32 position of the token that such a row leads to
+    input_X: jax.Array  # i32 what the host says of the step: see `StepShapes.forward_offset`
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,47 @@ class StepShapes:
             )
         )
 
+    @property
+    def forward_offset(self) -> int:
+        """Where the words of `forward` start in the state's input; those of `sample` precede."""
+        rows = {"logprobs": self.max_rows}
+        return max(
+            self.sample_packing(rows.get(variant, self.max_num_seqs), variant).size
+            for variant in sampler.VARIANTS
+            if rides_along(variant)
+        )
+
+    def input_sizes(self, buckets: Buckets) -> tuple[int, ...]:
+        """Words that may go up with a step: few sizes, each the end of some steps' inputs."""
+        small = max(self.forward_packing(b).size for b in buckets.forward if b.decode_only)
+        large = max(self.forward_packing(b).size for b in buckets.forward)
+        return tuple(self.forward_offset + size for size in sorted({small, large}))
+
+    def next_input(self, bucket: Bucket, input_X: jax.Array) -> jax.Array:
+        """Input of the step after a decode step if all goes on as it is: the same sequences, each
+        a token further, and no page new. The device makes it for itself.
+        """
+        start, packing = self.forward_offset, self.forward_packing(bucket)
+        words = input_X[start : start + packing.size]
+        at = jnp.arange(packing.size)
+        num_seqs = words[packing.bounds("num_seqs")[0]]
+        for name in GROWING:
+            first, _ = packing.bounds(name)
+            words += ((at >= first) & (at < first + num_seqs)).astype(jnp.int32)
+        for name, nothing in NO_NEWS.items():
+            first, end = packing.bounds(name)
+            words = jnp.where((at >= first) & (at < end), nothing, words)
+        return jax.lax.dynamic_update_slice(input_X, words, (start,))
+
+    @staticmethod
+    def count_on(views: dict[str, np.ndarray]) -> None:
+        """The same in place on the host, which so knows what the device has."""
+        num_seqs = int(views["num_seqs"])
+        for name in GROWING:
+            views[name][:num_seqs] += 1
+        for name, nothing in NO_NEWS.items():
+            views[name][:] = nothing
+
     def sample_packing(self, num_rows: int, variant: str) -> Packing:
         rows = (num_rows,)
         return Packing(
@@ -86,6 +137,14 @@ class StepShapes:
                 for name, tail, dtype in sampler.input_fields(variant, self.vocab)
             )
         )
+
+
+def rides_along(variant: str) -> bool:
+    """Whether the settings of `sample` go up with those of `forward`.
+
+    The full variant's do not: they hold masks, which are large and may be known only later.
+    """
+    return variant != "full"
 
 
 def update_page_tables(page_tables: jax.Array, index_X: jax.Array, page_X: jax.Array) -> jax.Array:
@@ -100,10 +159,9 @@ def forward(
     bucket: Bucket,
     params: Params,
     state: EngineState,
-    packed: jax.Array,
 ) -> EngineState:
     """Compute one bucket of tokens: write their pages, leave the sampled rows in `hidden_RD`."""
-    arrays = shapes.forward_packing(bucket).unpack(packed)
+    arrays = shapes.forward_packing(bucket).unpack(state.input_X, shapes.forward_offset)
     slot_B = arrays.pop("slot_B")
     page_tables = update_page_tables(
         state.page_tables, arrays.pop("table_index_X"), arrays.pop("table_page_X")
@@ -116,11 +174,14 @@ def forward(
     hidden_RD, kv_pages = model.apply(
         {"params": params}, batch, state.last_token, state.kv_pages, method="forward"
     )
-    return EngineState(
+    return state.replace(
         kv_pages=kv_pages,
         page_tables=page_tables,
-        last_token=state.last_token,
         hidden_RD=jax.lax.dynamic_update_slice(state.hidden_RD, hidden_RD, (0, 0)),
+        position_R=jax.lax.dynamic_update_slice(
+            state.position_R, batch.position_T[batch.row_R] + 1, (0,)
+        ),
+        input_X=shapes.next_input(bucket, state.input_X) if bucket.decode_only else state.input_X,
     )
 
 
@@ -132,22 +193,34 @@ def sample(
     max_logprobs: int,
     head_params: Params,
     hidden_RD: jax.Array,
+    position_R: jax.Array,
     last_token: jax.Array,
     penalties: sampler.PenaltyState | None,
-    packed: jax.Array,
+    input_X: jax.Array,
 ) -> tuple[sampler.SampleOutput, jax.Array, sampler.PenaltyState | None]:
-    """Tokens (and log-probabilities) of the first `num_rows` hidden rows; updates `last_token`."""
-    batch = sampler.SamplingBatch.from_arrays(
-        shapes.sample_packing(num_rows, variant).unpack(packed)
-    )
+    """Tokens (and log-probabilities) of the first `num_rows` hidden rows; updates `last_token`.
+
+    `input_X` is the state's, or an array of its own where the settings do not ride along.
+    """
+    settings = shapes.sample_packing(num_rows, variant).unpack(input_X)
+    batch = sampler.SamplingBatch.from_arrays({"position_R": position_R[:num_rows], **settings})
     logits_RV = model.apply({"params": head_params}, hidden_RD[:num_rows], method="logits")
     out, penalties = sampler.sample(logits_RV, batch, variant, penalties, max_logprobs=max_logprobs)
     # Rows that sample nothing carry the null slot.
     return out, last_token.at[batch.slot_R].set(out.token_R), penalties
 
 
+def take_input(input_X: jax.Array, words_X: jax.Array) -> jax.Array:
+    """Copy what the host sent to where the step reads it."""
+    return jax.lax.dynamic_update_slice(input_X, words_X, (0,))
+
+
 def zero_state(
-    shapes: StepShapes, kv_pages: tuple[jax.Array, ...], width: int, dtype: jnp.dtype
+    shapes: StepShapes,
+    buckets: Buckets,
+    kv_pages: tuple[jax.Array, ...],
+    width: int,
+    dtype: jnp.dtype,
 ) -> EngineState:
     """The state of an engine that has computed nothing."""
     return EngineState(
@@ -157,4 +230,6 @@ def zero_state(
         ),
         last_token=jnp.zeros((shapes.max_num_seqs + 1,), jnp.int32),
         hidden_RD=jnp.zeros((shapes.max_rows, width), dtype),
+        position_R=jnp.zeros((shapes.max_rows,), jnp.int32),
+        input_X=jnp.zeros((shapes.input_sizes(buckets)[-1],), jnp.int32),
     )

@@ -167,3 +167,19 @@ def test_nothing_is_compiled_and_nothing_implicit_transferred_after_ready(llm: L
         monitoring.clear_event_listeners()
     assert llm._core.stats().step_compilations == 0
     assert compiled == []
+
+
+def test_a_steady_decode_step_needs_nothing_from_the_host(llm: LLM, monkeypatch) -> None:
+    """The device counts its input on by itself; only a new page makes the host send one."""
+    runner, sizes = llm._core._runner, []
+    take_input = runner._take_input
+    monkeypatch.setattr(
+        runner, "_take_input", lambda words_X: (sizes.append(words_X.size), take_input(words_X))
+    )
+    page, start = llm.info.page_size, 9
+    count = 4 * page
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=count, ignore_eos=True)
+    (output,) = llm.generate([list(range(10, 10 + start))], params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == count
+    # The prompt, the first decode step, and each page that the sequence grows into.
+    assert len(sizes) == 2 + (start + count - 1) // page

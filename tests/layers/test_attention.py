@@ -62,12 +62,32 @@ def test_a_step_writes_its_keys_and_sees_them(backend: str) -> None:
     batch = step_batch(r, (r.page_table_BM,))
     written = np.array(r.pages_P2KSH)
     places = write_places(batch, 0, S)
-    new_2TKH = np.random.default_rng(1).normal(size=(2, 32, 2, 16)).astype(np.float32)
+    rng = np.random.default_rng(1)
+    kv_TK2H = jnp.asarray(rng.normal(size=(32, 2, 2, 16)), jnp.float32)
     for t in range(int(r.query_start_B1[-1])):
-        written[places.page_T[t], :, :, places.slot_T[t]] = new_2TKH[:, t]
-    step = jax.jit(partial(attend, group=0, backend=backend, scale=0.3, window=33, softcap=9.0))
-    k_TKH, v_TKH = jnp.asarray(new_2TKH)
-    out, pages = step(r.q_TNH, k_TKH, v_TKH, r.pages_P2KSH, batch, places=places)
+        written[places.page_T[t], :, :, places.slot_T[t]] = kv_TK2H[t].swapaxes(0, 1)
+    q_TKGH = r.q_TNH.reshape(32, 2, -1, 16)
+    still = jnp.ones((32, 8)), jnp.zeros((32, 8))  # cos and sin of no rotation
+    step = jax.jit(
+        partial(
+            attend,
+            scales=None,
+            group=0,
+            backend=backend,
+            norm_eps=0.0,
+            norm_plus_one=False,
+            scale=0.3,
+            window=33,
+            softcap=9.0,
+        )
+    )
+    out, pages = step(
+        jnp.concatenate((q_TKGH, kv_TK2H), axis=2),
+        r.pages_P2KSH,
+        rope=still,
+        batch=batch,
+        places=places,
+    )
     expected = attention_by_definition(
         r.replace(pages_P2KSH=jnp.asarray(written)), scale=0.3, window=33, softcap=9.0
     )

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpaged.layers.rope import RopeSpec, apply_rope, rope_tables
+from jaxpaged.layers.rope import RopeSpec, rope_tables
+from pallas_kernels.rope_write import apply_rope
 
 LLAMA3 = {
     "rope_type": "llama3",

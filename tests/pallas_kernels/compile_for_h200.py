@@ -1,4 +1,4 @@
-"""Compile the attention kernels for an H200 on a machine that has none; prints a line a case.
+"""Compile the kernels for an H200 on a machine that has none; prints a line a case.
 
 A program of its own: it needs the CUDA plugin's compiler, and a kernel that does not fit a
 target can take the process with it. Run by test_deviceless_compile.py.
@@ -18,6 +18,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.paged_attention_triton import paged_attention_triton
+from pallas_kernels.rope_write import rope_write
 
 TARGET = Path(__file__).parent / "h200_target.textproto"
 SHAPES = {
@@ -72,16 +73,45 @@ def compile_step(
         ).compile()
 
 
+def compile_rope_write(
+    mesh: Mesh, dtype: str, T: int, *, N: int, K: int, H: int, S: int = 16, **_: float
+) -> jax.stages.Compiled:
+    sharding = NamedSharding(mesh, PartitionSpec())
+
+    def like(shape: tuple[int, ...], dtype: str = "int32") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+
+    table = like((T, H // 2), "float32")
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return (
+            jax.jit(partial(rope_write, eps=1e-6, plus_one=True), donate_argnums=3)
+            .lower(
+                like((T, K, N // K + 2, H), dtype),
+                table,
+                table,
+                like((4096, 2, K, S, H), dtype),
+                like((T,)),
+                like((T,)),
+                (like((H,), dtype), like((H,), dtype)),
+            )
+            .compile()
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--names", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16"])
     parser.add_argument("--steps", nargs="*", default=["8x8", "256x256", "2048x256"])
+    parser.add_argument("--rope-write", action="store_true", help="that kernel, not attention")
     args = parser.parse_args()
     mesh = h200_mesh()
     for name, dtype, size in product(args.names, args.dtypes, args.steps):
         T, B = map(int, size.split("x"))
-        compiled = compile_step(mesh, dtype, T, B, T == B, **SHAPES[name])
+        if args.rope_write:
+            compiled = compile_rope_write(mesh, dtype, T, **SHAPES[name])
+        else:
+            compiled = compile_step(mesh, dtype, T, B, T == B, **SHAPES[name])
         temporary = compiled.memory_analysis().temp_size_in_bytes
         print(f"compiled {name} {dtype} {size}: {temporary} bytes", flush=True)
 

@@ -1,4 +1,4 @@
-"""The attention kernels compile for an H200 where there is none."""
+"""The kernels compile for an H200 where there is none."""
 
 from __future__ import annotations
 
@@ -45,3 +45,11 @@ def test_real_models_in_bfloat16() -> None:
 def test_other_head_dims_and_dtypes() -> None:
     arguments = ("--names", "head-80", "head-64", "gemma-3", "--steps", "8x8", "64x8")
     assert len(compiled(*arguments, "--dtypes", "float32", "float16")) == 12
+
+
+def test_rope_write_in_place() -> None:
+    arguments = ("--rope-write", "--steps", "1x1", "64x64", "4096x4096")
+    lines = compiled(*arguments, "--dtypes", "bfloat16", "float32")
+    assert len(lines) == 7 * 6
+    # A copy of the pool would take more than a hundred megabytes.
+    assert all(int(line.split()[-2]) < 1 << 20 for line in lines)

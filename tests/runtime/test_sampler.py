@@ -34,7 +34,7 @@ def run(logits, sampling, penalties, variant):
 def batch(variant: str, rows: int, **settings) -> SamplingBatch:
     """Rows that sample in slots 0, 1, ... with everything off, except for `settings`."""
     arrays = {}
-    for name, tail, dtype in sampler.input_fields(variant, V):
+    for name, tail, dtype in (("position_R", (), "int32"), *sampler.input_fields(variant, V)):
         array = np.full((rows, *tail), DEFAULTS.get(name, 0), dtype)
         if name == "mask_RW":
             array[:] = 0xFFFFFFFF

@@ -1,0 +1,189 @@
+"""What the host does for a decode step, without a device: microseconds of each part.
+
+    python -m benchmarks.host_step
+
+The real engine core, scheduler and batch builder, with the plan of a GPU; only the device is
+missing: its tokens are random and there at once, and JAX dispatches nothing. The front end's part
+(text of every token) runs in another process when serving, and is shown beside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+
+from benchmarks.common import markdown, write_results
+from benchmarks.make_tokenizer import make_tokenizer
+from jaxpaged.config import EngineConfig
+from jaxpaged.core.scheduler import SchedulerOutput
+from jaxpaged.engine import engine_core
+from jaxpaged.engine.engine_core import EngineCore
+from jaxpaged.engine.messages import AddRequest, StepOutputs
+from jaxpaged.engine.output_processor import OutputProcessor
+from jaxpaged.engine.tokenizer import Tokenizer
+from jaxpaged.models import load_spec
+from jaxpaged.runtime.batch_builder import BatchBuilder, StepInput
+from jaxpaged.runtime.model_runner import InFlight, StepResult
+from jaxpaged.runtime.plan import EnginePlan, make_plan
+from jaxpaged.runtime.slot_table import SlotTable
+from jaxpaged.runtime.startup import Started
+from jaxpaged.sampling_params import SamplingParams
+
+MODEL = Path(__file__).parent / "models" / "qwen2.5-7b.json"
+MAX_MODEL_LEN = 2048
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_MODEL_LEN // 2, ignore_eos=True)
+FILTERED = SamplingParams(temperature=0.8, top_k=50, top_p=0.95, max_tokens=MAX_MODEL_LEN // 2)
+
+
+class Stopwatch:
+    """Seconds of each part of each step since the last `clear`."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, list[float]] = defaultdict(list)
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, its calls timed under `name`."""
+
+        def call(*args: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*args)
+            self.seconds[name].append(time.perf_counter() - start)
+            return result
+
+        return call
+
+
+class HostRunner:
+    """A ModelRunner's host side; what it would dispatch is dropped."""
+
+    def __init__(self, plan: EnginePlan) -> None:
+        self.plan = plan
+        self.executables = SimpleNamespace(late_compilations=0)
+        self._slots = SlotTable(plan.max_num_seqs, plan.vocab)
+        self._builder = BatchBuilder(plan.shapes, plan.buckets, self._slots)
+        self._rng = np.random.default_rng(0)
+
+    def forward(self, scheduled: SchedulerOutput) -> StepInput:
+        """Pack a step and its sampling."""
+        self._builder.admit(scheduled.admitted)
+        self._slots.admit(scheduled.admitted)
+        return self._builder.step(scheduled)
+
+    def sample(self, scheduled: SchedulerOutput, step: StepInput) -> InFlight:
+        """Nothing is left to pack for the variants that ride along with the step."""
+        return InFlight(scheduled, None, [], time.perf_counter())
+
+    def collect(self, step: InFlight) -> StepResult:
+        """Random tokens for the rows that sample."""
+        count = sum(item.samples for item in step.scheduled.sequences)
+        token_ids = self._rng.integers(0, self.plan.vocab, count).tolist()
+        return StepResult(token_ids, [], None, None, None, None)
+
+
+def make_core(model: Path, batch: int) -> EngineCore:
+    """An engine core for `batch` sequences on a GPU that is not there."""
+    config = EngineConfig(
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=batch,
+        max_num_batched_tokens=8192,
+        num_gpu_blocks_override=batch * MAX_MODEL_LEN // 16,
+    )
+    spec = load_spec(json.loads(model.read_text()))
+    gpu: Any = SimpleNamespace(platform="gpu")
+    plan = make_plan(config, spec, jnp.dtype(jnp.bfloat16), gpu, serving=True)
+    runner: Any = HostRunner(plan.with_pages(config, 0))
+    started = Started(runner, "none", "gpu", "bfloat16", {})
+    with mock.patch.object(engine_core, "start_runner", lambda *_, **__: started):
+        return EngineCore(config)
+
+
+def measure(
+    core: EngineCore, tokenizer: Tokenizer, params: SamplingParams, batch: int, args: Any
+) -> dict[str, float]:
+    """Median microseconds of each part of a decode step of `batch` sequences."""
+    watch, encoder = Stopwatch(), msgspec.msgpack.Encoder()
+    rng = np.random.default_rng(0)
+    front = OutputProcessor(tokenizer)
+    for number in range(batch):
+        prompt = rng.integers(0, core.info.vocab_size, args.context).tolist()
+        request = AddRequest(
+            request_id=str(number), prompt_token_ids=prompt, params=params, arrival_time=0.0
+        )
+        front.add(request, None, delta=True)
+        core.add(request)
+    while core.stats().num_running < batch:
+        core.step()
+    for _ in range(3):  # the last chunks, the first tokens
+        core.step()
+    scheduler: Any = core._scheduler
+    runner: Any = core._runner
+    with (
+        mock.patch.object(scheduler, "schedule", watch.timed("schedule", scheduler.schedule)),
+        mock.patch.object(scheduler, "update", watch.timed("update", scheduler.update)),
+        mock.patch.object(runner, "forward", watch.timed("build", runner.forward)),
+        mock.patch.object(runner, "collect", watch.timed("no device", runner.collect)),
+    ):
+        step = watch.timed("step", core.step)
+        encode = watch.timed("hand over", lambda: encoder.encode(StepOutputs(news, core.stats())))
+        read = watch.timed("front end", lambda: [front.process(item) for item in news])
+        for _ in range(args.steps):
+            news = step()
+            assert len(news) == batch
+            encode()
+            read()
+    for number in range(batch):
+        core.abort(str(number))
+    while core.has_work:
+        core.step()
+    return _parts(watch.seconds)
+
+
+def _parts(seconds: dict[str, list[float]]) -> dict[str, float]:
+    us = {name: np.array(values) * 1e6 for name, values in seconds.items()}
+    apart = ("schedule", "build", "update")
+    us["messages"] = us["step"] - us["no device"] - sum(us[name] for name in apart)
+    us["all"] = us["step"] - us["no device"] + us["hand over"]
+    names = (*apart, "messages", "hand over", "all", "front end")
+    return {f"{name} us": float(median(us[name])) for name in names}
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, default=MODEL, help="a config.json")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 64, 256])
+    parser.add_argument("--context", type=int, default=512, help="tokens of each prompt")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--name", default="host_step", help="of the file in benchmarks/results")
+    args = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        make_tokenizer(json.loads(args.model.read_text()), Path(folder))
+        tokenizer = Tokenizer.load(Path(folder))
+    for batch in args.batch:
+        core = make_core(args.model, batch)
+        for sampling, params in (("greedy", GREEDY), ("top-k, top-p", FILTERED)):
+            figures = measure(core, tokenizer, params, batch, args)
+            rows.append({"batch": batch, "sampling": sampling, **figures})
+    print(markdown(rows))
+    path = write_results(
+        args.name, {"model": args.model.stem, "context": args.context, "rows": rows}
+    )
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

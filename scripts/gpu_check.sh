@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# What the README and docs say of a GPU, measured on this machine's: kernels and models against
+# their references, then the benchmarks in short form. Ends with a table against the targets and
+# benchmarks/results/gpu_check.json, which merges what the stages wrote.
+#
+#   scripts/gpu_check.sh [--only kernels|models|7b|0.6b|hf]... [--real-model DIR]
+#
+# A stage takes at most eight minutes on an H200; each writes what it has as it goes, and a stage
+# that fails does not stop the others.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3}
+M=benchmarks/models
+
+usage() { sed -n '2,10s/^# \{0,1\}//p' "$0"; exit "${1:-0}"; }
+
+stages=() real_model=()
+while (($#)); do
+  case $1 in
+    --only) stages+=("${2:?--only needs a stage}"); shift 2 ;;
+    --real-model) real_model=(--real-model "${2:?--real-model needs a folder}"); shift 2 ;;
+    -h | --help) usage ;;
+    *) echo "unknown argument $1" >&2; usage 2 >&2 ;;
+  esac
+done
+((${#stages[@]})) || stages=(kernels models 7b 0.6b hf)
+
+failed=()
+# run SECONDS MODULE-OR-FILE ARGUMENTS...: one line before and after, at most so many seconds
+run() {
+  local limit=$1; shift
+  echo "--- $*"
+  timeout --kill-after 10 "$limit" "$PYTHON" "$@" || failed+=("$*")
+}
+
+kernels() {
+  run 120 scripts/check_gpu_kernels.py
+  run 150 -m benchmarks.kernels
+  run 60 -m benchmarks.sampling
+}
+
+models() {
+  run 300 scripts/check_gpu_models.py ${real_model[@]+"${real_model[@]}"}
+}
+
+7b() {
+  run 120 -m benchmarks.decode_latency --model $M/qwen2.5-7b.json
+  run 120 -m benchmarks.decode_latency --model $M/llama-3.1-8b.json --batch 1 64 256
+  run 120 -m benchmarks.offline_throughput --model $M/qwen2.5-7b.json --eager
+  run 180 -m benchmarks.startup --model $M/qwen2.5-7b.json --repeats 1
+}
+
+0.6b() {
+  run 120 -m benchmarks.decode_latency --model $M/qwen3-0.6b.json --batch 1 64 256
+  run 120 -m benchmarks.profile_step --model $M/qwen3-0.6b.json
+  run 120 -m benchmarks.offline_throughput --model $M/qwen3-0.6b.json --eager
+}
+
+hf() {
+  run 420 -m benchmarks.compare_hf_gpu --model $M/qwen2.5-7b.json --hf-batch 128 64 --repeats 2
+}
+
+for stage in "${stages[@]}"; do
+  case $stage in
+    kernels | models | 7b | 0.6b | hf)
+      began=$SECONDS
+      "$stage"
+      echo "--- $stage: $((SECONDS - began)) s"
+      ;;
+    *) echo "no stage $stage" >&2; usage 2 >&2 ;;
+  esac
+done
+"$PYTHON" -m benchmarks.gpu_check
+if ((${#failed[@]})); then
+  printf 'failed: %s\n' "${failed[@]}" >&2
+  exit 1
+fi
