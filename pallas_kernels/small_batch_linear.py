@@ -31,6 +31,7 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
 }
+NOT_IN_KERNELS = "gelu"  # the dialect has no erf
 
 
 class Norm(NamedTuple):
@@ -100,12 +101,15 @@ def tuning_config(*, T: int, D: int, F: int, gated: bool, has_norm: bool) -> Tun
     return TuningConfig(32, 256, 1, 2 if few else 4, 4)
 
 
-def is_faster(x_TD: jax.Array, kernel: jax.Array, norm: Norm | None) -> bool:
+def is_faster(
+    x_TD: jax.Array, kernel: jax.Array, norm: Norm | None, activation: str | None
+) -> bool:
     """Whether `small_batch_linear` takes these operands, and an H200 less time than XLA's way."""
     return (
         x_TD.dtype == kernel.dtype == jnp.bfloat16
         and x_TD.shape[0] <= MAX_ROWS
         and kernel.size <= MAX_ELEMENTS
+        and activation != NOT_IN_KERNELS
         and (norm is None or not norm.plus_one)
         and _config(x_TD, kernel, norm).fits(kernel.shape[0], kernel.shape[-1])
     )
@@ -136,7 +140,7 @@ def small_batch_linear(
         kernel: [D, F], with an activation [D, 2, F], gates first; bfloat16.
         norm: of x; without `plus_one`.
         bias: [F] or [2, F], as the kernel has columns.
-        activation: a name from `ACTIVATIONS`.
+        activation: a name from `ACTIVATIONS`, but not gelu by the error function.
         residual_TF: added last.
         config: layout on the card, which must divide D and F; None: `tuning_config`.
         interpret: run on any platform, slowly.
@@ -158,6 +162,8 @@ def small_batch_linear(
         raise ValueError(f"{T} rows of {D} to {F} columns do not fit {config}")
     if norm is not None and (norm.plus_one or config.splits > 1):
         raise ValueError("a norm must be without plus_one and its sum unsplit")
+    if activation == NOT_IN_KERNELS:
+        raise ValueError(f"{activation} has no place in a kernel")
     R, width = 16 if T <= 16 else 32, config.block_out * (1 + gated)
     operands = {
         "x": x_TD,
@@ -268,4 +274,5 @@ def _gate(sum_RW: jax.Array, activation: str) -> jax.Array:
     y_R2B = sum_RW.reshape(R, 2, W // 2)
     is_up = lax.broadcasted_iota(jnp.int32, y_R2B.shape, 1) == 1
     gate_RB = jnp.where(is_up, 0.0, y_R2B).sum(axis=1)
-    return ACTIVATIONS[activation](gate_RB) * jnp.where(is_up, y_R2B, 0.0).sum(axis=1)
+    up_RB = jnp.where(is_up, y_R2B, 0.0).sum(axis=1)
+    return ACTIVATIONS[activation](gate_RB) * up_RB

@@ -84,7 +84,7 @@ class Linear(nn.Module):
         if self.fuse:
             gated = activation is not None
             merged = kernel if gated else kernel.reshape(size, -1)
-            if is_faster(x_TI, merged, norm):
+            if is_faster(x_TI, merged, norm, activation):
                 y = small_batch_linear(
                     x_TI, merged, norm=norm, bias=bias, activation=activation, residual_TF=residual
                 )
