@@ -60,3 +60,7 @@ def test_sampling_needs_little_memory() -> None:
     assert len(lines) == 2
     # Far less than the logits, of which a second array would take 156 megabytes.
     assert all(int(line.split()[-2]) < 20 << 20 for line in lines)
+
+
+def test_products_of_few_rows() -> None:
+    assert len(compiled("--names", "--linear", "1", "16", "32")) == 21

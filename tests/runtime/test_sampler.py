@@ -294,7 +294,7 @@ def test_penalty_counts_are_updated_in_place() -> None:
 def test_input_fields_are_what_a_batch_is_made_of(variant: str) -> None:
     names = [name for name, _, _ in sampler.input_fields(variant, V)]
     assert len(set(names)) == len(names)
-    assert len(jax.tree.leaves(batch(variant, 2))) == len(names)
+    assert len(jax.tree.leaves(batch(variant, 2))) == len(["position_R", *names])
 
 
 @pytest.mark.parametrize("variant", ["plain", "filtered"])
