@@ -22,7 +22,6 @@ import numpy as np
 from benchmarks.common import markdown, model_settings, seconds_since_start, write_results
 from jaxpaged import LLM, SamplingParams
 
-
 SERVING_SEQS = 256
 SERVING = {"max_model_len": 2048, "max_num_batched_tokens": 8192, "enforce_eager": False}
 
