@@ -123,7 +123,8 @@ class EngineConfig:
     )
     compile_cache_dir: str | None = setting(
         None,
-        "folder of the compilation cache (default: in the user's cache folder; 'none': off)",
+        "folder that keeps compiled steps; writable by you alone, since what it holds is run "
+        "(default: in the user's cache folder; 'none': off)",
     )
 
     def __post_init__(self) -> None:

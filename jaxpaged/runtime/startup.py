@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import unflatten_dict
 
 from jaxpaged import model_files
 from jaxpaged.config import EngineConfig
@@ -15,11 +18,19 @@ from jaxpaged.layers.attention import AttentionCase, attention_backend
 from jaxpaged.models import load_spec
 from jaxpaged.models.decoder import Decoder, Params
 from jaxpaged.runtime import weights
-from jaxpaged.runtime.compilation import enable_compile_cache
-from jaxpaged.runtime.memory import page_budget, report_outside_pool
+from jaxpaged.runtime.compilation import Executables, cache_folder, compile_options
+from jaxpaged.runtime.executable_store import ExecutableStore
+from jaxpaged.runtime.memory import page_budget, report_outside_pool, resident_bytes
 from jaxpaged.runtime.model_runner import ModelRunner
 from jaxpaged.runtime.plan import EnginePlan, make_plan, model_dtype
-from jaxpaged.runtime.programs import all_keys, largest_keys, smallest_keys
+from jaxpaged.runtime.programs import (
+    Key,
+    all_keys,
+    largest_keys,
+    make_programs,
+    smallest_keys,
+    zero_states,
+)
 
 log = logging.getLogger(__name__)
 
@@ -43,11 +54,8 @@ def start_runner(config: EngineConfig, *, serving: bool) -> Started:
     Raises:
         ValueError, OSError: one line that says what to change.
     """
-    seconds: dict[str, float] = {}
-    enable_compile_cache(config.compile_cache_dir)
+    cache = cache_folder(config.compile_cache_dir)
     device = jax.local_devices()[0]
-
-    start = time.perf_counter()
     path = model_files.resolve_model(config.model, config.revision, config.download_dir)
     spec = load_spec(model_files.read_config(path))
     dtype = model_dtype(config, spec.dtype, device.platform)
@@ -65,52 +73,85 @@ def start_runner(config: EngineConfig, *, serving: bool) -> Started:
         ),
     )
     model = Decoder(spec, plan.kv, dtype, backend)
-    params = weights.load_params(path, model, load_format=config.load_format, seed=config.seed)
-    jax.block_until_ready(params)
-    seconds["weights"] = time.perf_counter() - start
+    start = _Start(
+        config,
+        model,
+        unflatten_dict(weights.abstract_leaves(model), sep="/"),
+        device,
+        None if cache is None else ExecutableStore(cache, [device]),
+    )
 
-    plan = _size_pool(config, plan, model, params, device)
-    runner = _runner(config, plan, model, params)
-    if not config.enforce_eager:
-        runner.compile_all()
-    seconds["trace"] = runner.executables.trace_seconds
-    seconds["compile"] = runner.executables.compile_seconds
-
-    start = time.perf_counter()
-    if not config.enforce_eager:
+    # The device loads while the host traces and compiles: for that, shapes suffice.
+    stats = device.memory_stats() if device.platform == "gpu" else None
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(_load_weights, path, config, model)
+        plan = start.size_pool(plan, stats)
+        executables = start.executables(plan)
         keys = all_keys(plan.buckets, plan.shapes.input_sizes(plan.buckets))
+        if not config.enforce_eager:
+            executables.compile_all(keys, meanwhile=loading)
+        params, weight_seconds = loading.result()
+    runner = ModelRunner(model, params, plan, executables)
+    begin = time.perf_counter()
+    if not config.enforce_eager:
         # A CPU has nothing to load: one small step tells that everything runs.
         runner.warm_up(smallest_keys(plan.buckets) if device.platform == "cpu" else keys)
-    seconds["warmup"] = time.perf_counter() - start
+    seconds = {
+        "weights": weight_seconds,
+        "trace": executables.trace_seconds,
+        "compile": executables.compile_seconds,
+        "warmup": time.perf_counter() - begin,
+    }
     if device.platform == "gpu":
         report_outside_pool(device)
     return Started(runner, backend, device.platform, jnp.dtype(dtype).name, seconds)
 
 
-def _runner(config: EngineConfig, plan: EnginePlan, model: Decoder, params: Params) -> ModelRunner:
-    return ModelRunner(model, params, plan, config.max_logprobs)
+def _load_weights(path: Path, config: EngineConfig, model: Decoder) -> tuple[Params, float]:
+    """The parameters on the device, and the seconds that it took."""
+    begin = time.perf_counter()
+    params = weights.load_params(path, model, load_format=config.load_format, seed=config.seed)
+    jax.block_until_ready(params)
+    return params, time.perf_counter() - begin
 
 
-def _size_pool(
-    config: EngineConfig, plan: EnginePlan, model: Decoder, params: Params, device: jax.Device
-) -> EnginePlan:
-    """Give the pool what memory is left beside weights and the largest step."""
-    temporary = step_input = 0
-    measured = config.kv_cache_memory_bytes is None and config.num_gpu_blocks_override is None
-    if device.platform == "gpu" and measured:
-        # The temporaries do not depend on the pool, so a small one will do. The probe's own state
-        # (token counts, tables) still counts as in use below: the runner needs as much again.
-        probe_plan = replace(plan, kv=replace(plan.kv, num_pages=PROBE_PAGES))
-        probe = _runner(config, probe_plan, model, params)
-        largest = largest_keys(plan.buckets)
-        probe.executables.compile_all(largest)
-        temporary = max(probe.executables.temporary_bytes(key) for key in largest)
-        step_input = 4 * plan.shapes.input_sizes(plan.buckets)[-1]
-    budget = page_budget(
-        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        device=device,
-        step_temporary_bytes=temporary,
-        step_input_bytes=step_input,
-    )
-    return plan.with_pages(config, budget)
+@dataclass(frozen=True)
+class _Start:
+    """What compiling needs to know before anything is loaded."""
+
+    config: EngineConfig
+    model: Decoder
+    params: Params  # abstract
+    device: jax.Device
+    store: ExecutableStore | None
+
+    def executables(self, plan: EnginePlan) -> Executables[Key]:
+        programs = make_programs(
+            self.model, plan, self.params, self.config.max_logprobs, self.device
+        )
+        return Executables(programs, compile_options(self.device.platform), self.store)
+
+    def size_pool(self, plan: EnginePlan, stats: dict[str, int] | None) -> EnginePlan:
+        """Give the pool what memory is left beside weights and the largest step."""
+        config = self.config
+        temporary = step_input = resident = 0
+        measured = config.kv_cache_memory_bytes is None and config.num_gpu_blocks_override is None
+        if stats and measured:
+            # The temporaries do not depend on the pool, so a small one will do.
+            probe_plan = replace(plan, kv=replace(plan.kv, num_pages=PROBE_PAGES))
+            probe = self.executables(probe_plan)
+            largest = largest_keys(plan.buckets)
+            probe.compile_all(largest)
+            temporary = max(probe.temporary_bytes(key) for key in largest)
+            step_input = 4 * plan.shapes.input_sizes(plan.buckets)[-1]
+            state = jax.eval_shape(lambda: zero_states(self.model, plan))
+            resident = resident_bytes((self.params, state))
+        budget = page_budget(
+            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            stats=stats,
+            resident_bytes=resident,
+            step_temporary_bytes=temporary,
+            step_input_bytes=step_input,
+        )
+        return plan.with_pages(config, budget)

@@ -1,0 +1,118 @@
+"""Compiled executables in files: a later start loads them, and neither traces nor compiles."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import pickle
+import tempfile
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+import jax
+from jax.experimental import serialize_executable
+
+import jaxpaged
+import pallas_kernels
+
+log = logging.getLogger(__name__)
+
+DIGEST_BYTES = 32
+
+
+def check_folder(folder: Path) -> None:
+    """Whoever writes to this folder runs code in the engine: that must be its user alone.
+
+    Raises:
+        PermissionError: someone else may; one line.
+    """
+    found = folder.stat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError(
+            f"others may write to the compilation cache {folder}: it must be yours (chmod 700)"
+        )
+
+
+class ExecutableStore:
+    """A file for each executable, named by a hash of everything that it was made from.
+
+    That is what the caller says of it, and: the source of jaxpaged and pallas_kernels, the
+    versions of JAX and CUDA, and the devices. A file that is damaged counts as missing.
+
+    Args:
+        folder: made if it is missing; see `check_folder`.
+        devices: where the executables run.
+    """
+
+    def __init__(self, folder: Path, devices: Sequence[jax.Device]) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder, self._devices = folder, tuple(devices)
+        self._environment = _environment(self._devices)
+
+    def path(self, description: str) -> Path:
+        """The file of the executable that `description` tells from all others of this code."""
+        digest = hashlib.sha256(f"{self._environment}\n{description}".encode())
+        return self._folder / digest.hexdigest()
+
+    def load(self, path: Path) -> jax.stages.Compiled | None:
+        """The executable, ready to run; None if it is not there."""
+        try:
+            content = path.read_bytes()
+            digest, content = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
+            if hashlib.sha256(content).digest() != digest:
+                raise ValueError("the file is damaged")
+            serialized, arguments, results = pickle.loads(content)
+            return serialize_executable.deserialize_and_load(
+                serialized,
+                arguments,
+                results,
+                backend=self._devices[0].client,
+                execution_devices=self._devices,
+            )
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # whatever a file of another origin makes pickle or XLA raise
+            log.warning("compiling anew what %s should hold: %s", path, error)
+            return None
+
+    def save(self, path: Path, compiled: jax.stages.Compiled) -> None:
+        """Keep an executable; where that fails, the next start compiles it again."""
+        try:
+            content = pickle.dumps(serialize_executable.serialize(compiled))
+            with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
+                file.write(hashlib.sha256(content).digest() + content)
+            os.replace(file.name, path)  # at once: another start may be reading
+        except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
+            log.warning("the next start compiles again what %s should hold: %s", path, error)
+
+
+def _environment(devices: Sequence[jax.Device]) -> str:
+    """What executables depend on besides an engine's own settings."""
+    versions = sorted(
+        f"{dist.name}=={dist.version}"
+        for dist in metadata.distributions()
+        if dist.name.startswith(("jax", "flax", "nvidia"))
+    )
+    source = hashlib.sha256()
+    for package in (jaxpaged, pallas_kernels):
+        for path in sorted(Path(package.__path__[0]).rglob("*.py")):
+            source.update(path.read_bytes())
+    kinds = [(device.id, device.device_kind) for device in devices]
+    client = devices[0].client
+    parts = [client.platform_version, kinds, versions, source.hexdigest()]
+    if client.platform == "cpu":
+        parts.append(_cpu_features())
+    # It steers XLA past every setting of ours.
+    parts.append(os.environ.get("XLA_FLAGS"))  # noqa: TID251
+    return repr(parts)
+
+
+def _cpu_features() -> list[str]:
+    """What the processor is and can: the code is made for it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
+    return sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
