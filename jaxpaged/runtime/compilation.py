@@ -118,6 +118,14 @@ class Executables(Generic[Key]):
             self._compiled[key] = compiled
         return compiled
 
+    def adopt(self, others: Executables[Key]) -> None:
+        """Take over what others compiled for the very same arguments."""
+        for key, compiled in others._compiled.items():
+            if self._program(key).args == others._program(key).args:
+                self._compiled[key] = compiled
+        self.trace_seconds += others.trace_seconds
+        self.compile_seconds += others.compile_seconds
+
     def _path(self, store: ExecutableStore, key: Key) -> Path:
         return store.path(f"{self._origin}\n{key!r}")
 
@@ -137,7 +145,7 @@ class Executables(Generic[Key]):
             meanwhile: work in another thread; once it fails, this ends with its error.
         """
         start, traced = time.perf_counter(), self.trace_seconds
-        todo = [key for key in keys if key not in self._compiled]
+        todo = [key for key in dict.fromkeys(keys) if key not in self._compiled]
         missing = []
         progress = tqdm(total=len(todo), desc="Compiling", unit="step", disable=not todo)
         with ThreadPoolExecutor(os.cpu_count()) as pool, progress:

@@ -67,7 +67,7 @@ Key = Forward | Sample | TakeInput | Upkeep
 def all_keys(buckets: Buckets, input_sizes: Sequence[int]) -> list[Key]:
     """Every executable that a step may need, the largest first: they compile longest."""
     keys: list[Key] = [Forward(bucket) for bucket in reversed(buckets.forward)]
-    for variant in VARIANTS:
+    for variant in reversed(VARIANTS):
         sizes = buckets.scoring_rows if variant in SCORING else buckets.rows
         keys += [Sample(num_rows, variant) for num_rows in sizes]
     return [*keys, *map(TakeInput, input_sizes), *Upkeep]

@@ -24,6 +24,7 @@ from jaxpaged.runtime.memory import page_budget, report_outside_pool, resident_b
 from jaxpaged.runtime.model_runner import ModelRunner
 from jaxpaged.runtime.plan import EnginePlan, make_plan, model_dtype
 from jaxpaged.runtime.programs import (
+    Forward,
     Key,
     all_keys,
     largest_keys,
@@ -73,7 +74,7 @@ def start_runner(config: EngineConfig, *, serving: bool) -> Started:
         ),
     )
     model = Decoder(spec, plan.kv, dtype, backend)
-    start = _Start(
+    start = StartUp(
         config,
         model,
         unflatten_dict(weights.abstract_leaves(model), sep="/"),
@@ -85,8 +86,7 @@ def start_runner(config: EngineConfig, *, serving: bool) -> Started:
     stats = device.memory_stats() if device.platform == "gpu" else None
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(_load_weights, path, config, model)
-        plan = start.size_pool(plan, stats)
-        executables = start.executables(plan)
+        plan, executables = start.size_pool(plan, stats)
         keys = all_keys(plan.buckets, plan.shapes.input_sizes(plan.buckets))
         if not config.enforce_eager:
             executables.compile_all(keys, meanwhile=loading)
@@ -116,7 +116,7 @@ def _load_weights(path: Path, config: EngineConfig, model: Decoder) -> tuple[Par
 
 
 @dataclass(frozen=True)
-class _Start:
+class StartUp:
     """What compiling needs to know before anything is loaded."""
 
     config: EngineConfig
@@ -131,19 +131,27 @@ class _Start:
         )
         return Executables(programs, compile_options(self.device.platform), self.store)
 
-    def size_pool(self, plan: EnginePlan, stats: dict[str, int] | None) -> EnginePlan:
-        """Give the pool what memory is left beside weights and the largest step."""
-        config = self.config
+    def size_pool(
+        self, plan: EnginePlan, stats: dict[str, int] | None
+    ) -> tuple[EnginePlan, Executables[Key]]:
+        """Give the pool what memory is left beside weights and the largest step.
+
+        Returns:
+            The plan with its pages, and its executables: some may be compiled already.
+        """
+        config, probe = self.config, None
         temporary = step_input = resident = 0
         measured = config.kv_cache_memory_bytes is None and config.num_gpu_blocks_override is None
         if stats and measured:
-            # The temporaries do not depend on the pool, so a small one will do.
-            probe_plan = replace(plan, kv=replace(plan.kv, num_pages=PROBE_PAGES))
-            probe = self.executables(probe_plan)
+            # The temporaries do not depend on the pool, so a small one will do. Beside its largest
+            # step there is time to compile all that knows no pool.
+            probe = self.executables(replace(plan, kv=replace(plan.kv, num_pages=PROBE_PAGES)))
+            input_sizes = plan.shapes.input_sizes(plan.buckets)
             largest = largest_keys(plan.buckets)
-            probe.compile_all(largest)
+            others = [] if config.enforce_eager else all_keys(plan.buckets, input_sizes)
+            probe.compile_all([*largest, *(k for k in others if not isinstance(k, Forward))])
             temporary = max(probe.temporary_bytes(key) for key in largest)
-            step_input = 4 * plan.shapes.input_sizes(plan.buckets)[-1]
+            step_input = 4 * input_sizes[-1]
             state = jax.eval_shape(lambda: zero_states(self.model, plan))
             resident = resident_bytes((self.params, state))
         budget = page_budget(
@@ -154,4 +162,8 @@ class _Start:
             step_temporary_bytes=temporary,
             step_input_bytes=step_input,
         )
-        return plan.with_pages(config, budget)
+        plan = plan.with_pages(config, budget)
+        executables = self.executables(plan)
+        if probe is not None:
+            executables.adopt(probe)
+        return plan, executables

@@ -27,11 +27,13 @@ class Adding:
     """Programs that add their key; counts how many were made."""
 
     name: str = "adding"
+    pool: int = 8  # only key 2 knows it
     made: list[int] = dataclasses.field(default_factory=list, repr=False)
 
     def __call__(self, key: int) -> Program:
         self.made.append(key)
-        return Program(lambda x, y: (x + key, {"y": y}), (WORDS, WORDS), (0,), (HERE, {"y": HERE}))
+        y = jax.ShapeDtypeStruct((self.pool if key == 2 else 8,), jnp.int32, sharding=HERE)
+        return Program(lambda x, y: (x + key, {"y": y}), (WORDS, y), (0,), (HERE, {"y": HERE}))
 
 
 def store(folder: Path) -> ExecutableStore:
@@ -126,6 +128,14 @@ def test_others_may_not_write_what_is_run(tmp_path: Path) -> None:
     folder.chmod(0o770)
     with pytest.raises(PermissionError, match="chmod 700"):
         cache_folder(str(folder))
+
+
+def test_only_what_has_the_same_arguments_is_adopted() -> None:
+    small, large = Executables(Adding(), {}), Executables(Adding(pool=16), {})
+    small.compile_all([1, 2])
+    large.adopt(small)
+    assert large[1] is small[1] and large.late_compilations == 0
+    assert large[2] is not small[2] and large.late_compilations == 1
 
 
 def test_late_compilations_are_counted(tmp_path: Path) -> None:
