@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -20,6 +21,8 @@ import pallas_kernels
 log = logging.getLogger(__name__)
 
 DIGEST_BYTES = 32
+SUFFIX = ".executable"
+MAX_BYTES = 2 << 30  # of all files; an engine's take about 50 MB
 
 
 def check_folder(folder: Path) -> None:
@@ -39,7 +42,8 @@ class ExecutableStore:
     """A file for each executable, named by a hash of everything that it was made from.
 
     That is what the caller says of it, and: the source of jaxpaged and pallas_kernels, the
-    versions of JAX and CUDA, and the devices. A file that is damaged counts as missing.
+    versions of JAX and CUDA, and the devices. A file that is damaged counts as missing; those
+    that were not used for longest give way to new ones.
 
     Args:
         folder: made if it is missing; see `check_folder`.
@@ -50,11 +54,12 @@ class ExecutableStore:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder, self._devices = folder, tuple(devices)
         self._environment = _environment(self._devices)
+        self._trim()
 
     def path(self, description: str) -> Path:
         """The file of the executable that `description` tells from all others of this code."""
         digest = hashlib.sha256(f"{self._environment}\n{description}".encode())
-        return self._folder / digest.hexdigest()
+        return self._folder / f"{digest.hexdigest()}{SUFFIX}"
 
     def load(self, path: Path) -> jax.stages.Compiled | None:
         """The executable, ready to run; None if it is not there."""
@@ -63,6 +68,8 @@ class ExecutableStore:
             digest, content = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
             if hashlib.sha256(content).digest() != digest:
                 raise ValueError("the file is damaged")
+            with contextlib.suppress(OSError):
+                os.utime(path)  # used: see `_trim`
             serialized, arguments, results = pickle.loads(content)
             return serialize_executable.deserialize_and_load(
                 serialized,
@@ -81,11 +88,21 @@ class ExecutableStore:
         """Keep an executable; where that fails, the next start compiles it again."""
         try:
             content = pickle.dumps(serialize_executable.serialize(compiled))
-            with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
+            with tempfile.NamedTemporaryFile(dir=self._folder, suffix=SUFFIX, delete=False) as file:
                 file.write(hashlib.sha256(content).digest() + content)
             os.replace(file.name, path)  # at once: another start may be reading
         except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
             log.warning("the next start compiles again what %s should hold: %s", path, error)
+
+    def _trim(self) -> None:
+        """Leave the files that were used last, MAX_BYTES in all."""
+        with contextlib.suppress(OSError):  # another start may be doing the same
+            files = [(path.stat(), path) for path in self._folder.glob(f"*{SUFFIX}")]
+            total = 0
+            for found, path in sorted(files, key=lambda file: -file[0].st_mtime):
+                total += found.st_size
+                if total > MAX_BYTES:
+                    path.unlink()
 
 
 def _environment(devices: Sequence[jax.Device]) -> str:

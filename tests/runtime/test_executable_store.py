@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 from concurrent.futures import Future
@@ -99,6 +100,20 @@ def test_a_damaged_file_is_compiled_anew(
     programs = Adding()
     compiled(tmp_path, programs)
     assert programs.made == []  # mended
+
+
+def test_files_that_were_not_used_for_longest_are_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = store(tmp_path)
+    other = tmp_path / "mine.txt"
+    other.write_text("x" * 100)
+    for age, name in enumerate("abcd"):
+        made.path(name).write_bytes(b"x" * 10)
+        os.utime(made.path(name), (1000 - age, 1000 - age))
+    monkeypatch.setattr(executable_store, "MAX_BYTES", 25)
+    store(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([made.path("a"), made.path("b"), other])
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(
