@@ -120,16 +120,17 @@ def _environment(devices: Sequence[jax.Device]) -> str:
     client = devices[0].client
     parts = [client.platform_version, kinds, versions, source.hexdigest()]
     if client.platform == "cpu":
-        parts.append(_cpu_features())
+        parts.append(_cpu())
     # It steers XLA past every setting of ours.
     parts.append(os.environ.get("XLA_FLAGS"))  # noqa: TID251
     return repr(parts)
 
 
-def _cpu_features() -> list[str]:
-    """What the processor is and can: the code is made for it."""
+def _cpu() -> str:
+    """What the processor is and can, and its cores in use: the code is made for them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return []
-    return sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
+        lines = []
+    kinds = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
+    return repr((sorted(kinds), len(os.sched_getaffinity(0))))
