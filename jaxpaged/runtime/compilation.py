@@ -101,6 +101,7 @@ class Executables(Generic[Key]):
     ) -> None:
         self._program, self._options, self._store = program, options, store
         self._compiled: dict[Key, jax.stages.Compiled] = {}
+        self._loaded: dict[Key, Path] = {}  # those that came from the store
         self._origin = f"{program!r}\n{options!r}"
         self.late_compilations = 0
         self.trace_seconds = 0.0
@@ -123,6 +124,8 @@ class Executables(Generic[Key]):
         for key, compiled in others._compiled.items():
             if self._program(key).args == others._program(key).args:
                 self._compiled[key] = compiled
+                if key in others._loaded:
+                    self._loaded[key] = others._loaded[key]
         self.trace_seconds += others.trace_seconds
         self.compile_seconds += others.compile_seconds
 
@@ -130,7 +133,14 @@ class Executables(Generic[Key]):
         return store.path(f"{self._origin}\n{key!r}")
 
     def _load(self, key: Key) -> jax.stages.Compiled | None:
-        return None if self._store is None else self._store.load(self._path(self._store, key))
+        """What the store holds; None if it has to be compiled."""
+        if self._store is None:
+            return None
+        path = self._path(self._store, key)
+        compiled = self._store.load(path)
+        if compiled is not None:
+            self._loaded[key] = path
+        return compiled
 
     def _compile(self, key: Key, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         compiled = lowered.compile(compiler_options=self._options)
@@ -138,11 +148,19 @@ class Executables(Generic[Key]):
             self._store.save(self._path(self._store, key), compiled)
         return compiled
 
-    def compile_all(self, keys: Iterable[Key], meanwhile: Future[Any] | None = None) -> None:
+    def forget_loaded(self) -> bool:
+        """Drop what came from the store, here and there; whether anything did."""
+        loaded, self._loaded = self._loaded, {}
+        for key, path in loaded.items():
+            self._compiled.pop(key, None)
+            path.unlink(missing_ok=True)
+        return bool(loaded)
+
+    def compile_all(self, keys: Iterable[Key], after: Future[Any] | None = None) -> None:
         """Load what is stored; trace the rest here (it holds the GIL), compile it in threads.
 
         Args:
-            meanwhile: work in another thread; once it fails, this ends with its error.
+            after: what must be done before anything is compiled; its error ends this.
         """
         start, traced = time.perf_counter(), self.trace_seconds
         todo = [key for key in dict.fromkeys(keys) if key not in self._compiled]
@@ -156,18 +174,18 @@ class Executables(Generic[Key]):
                     self._compiled[key] = loaded
                     progress.update()
             if missing:
-                self._compile_in(pool, missing, progress, meanwhile)
+                if after is not None:
+                    waiting = time.perf_counter()
+                    after.result()
+                    start += time.perf_counter() - waiting
+                self._compile_in(pool, missing, progress)
         self.compile_seconds += time.perf_counter() - start - (self.trace_seconds - traced)
 
-    def _compile_in(
-        self, pool: Executor, keys: list[Key], progress: Any, meanwhile: Future[Any] | None
-    ) -> None:
+    def _compile_in(self, pool: Executor, keys: list[Key], progress: Any) -> None:
         pending: dict[Future[jax.stages.Compiled], Key] = {}
         try:
             with _without_jax_cache():
                 for key in keys:
-                    if meanwhile is not None and meanwhile.done():
-                        meanwhile.result()
                     start = time.perf_counter()
                     lowered = self._program(key).lower()
                     self.trace_seconds += time.perf_counter() - start

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,20 +84,27 @@ def start_runner(config: EngineConfig, *, serving: bool) -> Started:
         None if cache is None else ExecutableStore(cache, [device]),
     )
 
-    # The device loads while the host traces and compiles: for that, shapes suffice.
+    # Stored executables are loaded while the weights are. What has to be compiled waits for them:
+    # XLA tries kernels out in memory that it takes beside them, and would leave holes.
+    jax.device_put(0, device).block_until_ready()  # its allocator exists from here on
     stats = device.memory_stats() if device.platform == "gpu" else None
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(_load_weights, path, config, model)
-        plan, executables = start.size_pool(plan, stats)
+        plan, executables = start.size_pool(plan, stats, loading)
         keys = all_keys(plan.buckets, plan.shapes.input_sizes(plan.buckets))
         if not config.enforce_eager:
-            executables.compile_all(keys, meanwhile=loading)
+            executables.compile_all(keys, after=loading)
         params, weight_seconds = loading.result()
-    runner = ModelRunner(model, params, plan, executables)
     begin = time.perf_counter()
+    runner = ModelRunner(model, params, plan, executables)
     if not config.enforce_eager:
         # A CPU has nothing to load: one small step tells that everything runs.
-        runner.warm_up(smallest_keys(plan.buckets) if device.platform == "cpu" else keys)
+        first = smallest_keys(plan.buckets) if device.platform == "cpu" else keys
+        if not _warm_up(runner, first):
+            del runner  # its pages, before there are others
+            executables.compile_all(keys)
+            runner = ModelRunner(model, params, plan, executables)
+            runner.warm_up(first)
     seconds = {
         "weights": weight_seconds,
         "trace": executables.trace_seconds,
@@ -105,6 +114,18 @@ def start_runner(config: EngineConfig, *, serving: bool) -> Started:
     if device.platform == "gpu":
         report_outside_pool(device)
     return Started(runner, backend, device.platform, jnp.dtype(dtype).name, seconds)
+
+
+def _warm_up(runner: ModelRunner, keys: Sequence[Key]) -> bool:
+    """Run executables once; False: one failed, and those that were stored are to be made anew."""
+    try:
+        runner.warm_up(keys)
+    except jax.errors.JaxRuntimeError as error:
+        if not runner.executables.forget_loaded():
+            raise
+        log.warning("a stored executable does not run, compiling anew: %s", error)
+        return False
+    return True
 
 
 def _load_weights(path: Path, config: EngineConfig, model: Decoder) -> tuple[Params, float]:
@@ -132,7 +153,7 @@ class StartUp:
         return Executables(programs, compile_options(self.device.platform), self.store)
 
     def size_pool(
-        self, plan: EnginePlan, stats: dict[str, int] | None
+        self, plan: EnginePlan, stats: dict[str, int] | None, loading: Future[Any]
     ) -> tuple[EnginePlan, Executables[Key]]:
         """Give the pool what memory is left beside weights and the largest step.
 
@@ -149,7 +170,8 @@ class StartUp:
             input_sizes = plan.shapes.input_sizes(plan.buckets)
             largest = largest_keys(plan.buckets)
             others = [] if config.enforce_eager else all_keys(plan.buckets, input_sizes)
-            probe.compile_all([*largest, *(k for k in others if not isinstance(k, Forward))])
+            first = [*largest, *(key for key in others if not isinstance(key, Forward))]
+            probe.compile_all(first, after=loading)
             temporary = max(probe.temporary_bytes(key) for key in largest)
             step_input = 4 * input_sizes[-1]
             state = jax.eval_shape(lambda: zero_states(self.model, plan))

@@ -160,12 +160,12 @@ def test_late_compilations_are_counted(tmp_path: Path) -> None:
     assert made.late_compilations == 1
 
 
-def test_a_failure_meanwhile_ends_compiling(tmp_path: Path) -> None:
+def test_nothing_is_compiled_after_a_failure(tmp_path: Path) -> None:
     loading: Future[None] = Future()
     loading.set_exception(OSError("no weights"))
     programs = Adding()
     with pytest.raises(OSError, match="no weights"):
-        Executables(programs, {}).compile_all([1, 2], meanwhile=loading)
+        Executables(programs, {}).compile_all([1, 2], after=loading)
     assert programs.made == []
 
 
