@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxpaged.core.buckets import Bucket, Buckets
 from jaxpaged.models.decoder import Decoder, Params, head_params
 from jaxpaged.runtime.batch_builder import TABLE_UPDATES
-from jaxpaged.runtime.compilation import Program
+from jaxpaged.runtime.compilation import Program, compile_options
 from jaxpaged.runtime.plan import EnginePlan
 from jaxpaged.runtime.sampler import VARIANTS, PenaltyState, count_tokens
 from jaxpaged.runtime.slot_table import SCORING
@@ -93,6 +93,7 @@ class Programs:
     model: Decoder
     shapes: StepShapes
     max_logprobs: int
+    platform: str  # as JAX names it
     params: Params
     state: EngineState
     penalties: PenaltyState
@@ -100,7 +101,7 @@ class Programs:
     def __call__(self, key: Key) -> Program:
         state = self.state
         # The small arrays of the state are whole on every device, and so is all that is sampled.
-        whole = self.state.last_token.sharding
+        whole, options = state.last_token.sharding, compile_options(self.platform)
         match key:
             case Forward(bucket):
                 return Program(
@@ -108,6 +109,7 @@ class Programs:
                     (self.params, state),
                     donate=(1,),
                     out_shardings=jax.tree.map(lambda array: array.sharding, state),
+                    options=compile_options(self.platform, bucket.num_tokens),
                 )
             case Sample(num_rows, variant):
                 return Program(
@@ -126,10 +128,15 @@ class Programs:
                     ),
                     donate=(3, 4),
                     out_shardings=whole,
+                    options=options,
                 )
             case TakeInput(size):
                 return Program(
-                    take_input, (state.input_X, _words(size)), donate=(0,), out_shardings=whole
+                    take_input,
+                    (state.input_X, _words(size)),
+                    donate=(0,),
+                    out_shardings=whole,
+                    options=options,
                 )
             case Upkeep.PAGE_TABLES:
                 entries = _words(TABLE_UPDATES)
@@ -138,6 +145,7 @@ class Programs:
                     (state.page_tables, entries, entries),
                     donate=(0,),
                     out_shardings=whole,
+                    options=options,
                 )
             case Upkeep.PENALTIES:
                 return Program(
@@ -145,6 +153,7 @@ class Programs:
                     (self.penalties, _words(PENALTY_PIECE + 3)),
                     donate=(0,),
                     out_shardings=whole,
+                    options=options,
                 )
 
 
@@ -154,7 +163,13 @@ def make_programs(
     """The programs of an engine with these (abstract) parameters on `device`."""
     state, penalties = jax.eval_shape(lambda: zero_states(model, plan))
     return Programs(
-        model, plan.shapes, max_logprobs, params, _on(device, state), _on(device, penalties)
+        model,
+        plan.shapes,
+        max_logprobs,
+        device.platform,
+        params,
+        _on(device, state),
+        _on(device, penalties),
     )
 
 

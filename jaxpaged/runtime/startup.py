@@ -20,7 +20,7 @@ from jaxpaged.layers.attention import AttentionCase, attention_backend
 from jaxpaged.models import load_spec
 from jaxpaged.models.decoder import Decoder, Params
 from jaxpaged.runtime import weights
-from jaxpaged.runtime.compilation import Executables, cache_folder, compile_options
+from jaxpaged.runtime.compilation import Executables, cache_folder
 from jaxpaged.runtime.executable_store import ExecutableStore
 from jaxpaged.runtime.memory import page_budget, report_outside_pool, resident_bytes
 from jaxpaged.runtime.model_runner import ModelRunner
@@ -150,7 +150,7 @@ class StartUp:
         programs = make_programs(
             self.model, plan, self.params, self.config.max_logprobs, self.device
         )
-        return Executables(programs, compile_options(self.device.platform), self.store)
+        return Executables(programs, self.store)
 
     def size_pool(
         self, plan: EnginePlan, stats: dict[str, int] | None, loading: Future[Any]
