@@ -20,6 +20,7 @@ TYPES = {
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     413: "RequestTooLargeError",
+    429: "RateLimitError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
@@ -46,9 +47,11 @@ def error_body(code: int, message: str, param: str | None = None) -> str:
     return ErrorResponse(error=info).model_dump_json()
 
 
-def error_response(code: int, message: str, param: str | None = None) -> Response:
-    """A failure; 503 invites to try again."""
-    headers = {"Retry-After": str(RETRY_SECONDS)} if code == 503 else None
+def error_response(
+    code: int, message: str, param: str | None = None, *, retry_after: int = RETRY_SECONDS
+) -> Response:
+    """A failure; 429 and 503 invite to try again, in `retry_after` seconds."""
+    headers = {"Retry-After": str(retry_after)} if code in (429, 503) else None
     if code == 401:
         headers = {"WWW-Authenticate": "Bearer"}
     body = error_body(code, message, param)

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxpaged.server.errors import error_response
 
 OPEN_PATHS = ("/health", "/ping")  # liveness probes carry no key
+CLIENT = "jaxpaged.client"  # of a scope: the digest of the key that the request carries
 
 
 class ApiKeyMiddleware:
@@ -35,6 +36,7 @@ class ApiKeyMiddleware:
         given = _digest(key.strip())
         # Every key is compared, each in constant time: the time taken tells nothing.
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        scope[CLIENT] = given  # whose limits count, once it may pass
         return scheme.lower() == "bearer" and any(matches)
 
 
