@@ -24,10 +24,12 @@ from jaxpaged.engine.messages import (
     AddRequest,
     EngineInfo,
     EngineStats,
+    PoolSnapshot,
     SequenceOutput,
 )
 from jaxpaged.engine.metrics import Metrics, RequestTimes
 from jaxpaged.engine.output_processor import OutputProcessor
+from jaxpaged.engine.pool_watch import PoolWatch
 from jaxpaged.engine.tokenizer import Tokenizer, generation_defaults
 from jaxpaged.outputs import RequestOutput
 from jaxpaged.sampling_params import SamplingParams
@@ -81,6 +83,7 @@ class AsyncLLM:
         self.stats = EngineStats()
         self.dead: EngineDeadError | None = None
         self._core = CoreClient(core_command)
+        self._pool_watch = PoolWatch(self._core.send)
         self._labels = (model_name, metrics_prefix)
         self._log_stats = log_stats
         self._observers = observers
@@ -210,6 +213,16 @@ class AsyncLLM:
         """Requests that somebody waits for."""
         return len(self._flights)
 
+    async def pool(self) -> PoolSnapshot | None:
+        """A picture of the page pool, some tenths of a second old.
+
+        Raises:
+            EngineDeadError: there is no pool any more.
+        """
+        if self.dead is not None:
+            raise self.dead
+        return await self._pool_watch.look()
+
     async def wait_dead(self) -> None:
         """Return when the core has died."""
         await self._died.wait()
@@ -243,6 +256,7 @@ class AsyncLLM:
             async for step in self._core.steps():
                 self.stats = step.stats
                 self.metrics.step(step.stats)
+                self._pool_watch.take(step.pool)
                 now = time.time()
                 for news in step.outputs:
                     self._take(news, now)

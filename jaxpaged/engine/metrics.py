@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from prometheus_client import (
     CollectorRegistry,
@@ -35,6 +35,16 @@ STEP_BUCKETS = (
 )
 RATIO_BUCKETS = tuple(tenth / 10 for tenth in range(11))
 FINISHED_REASONS = ("stop", "length", "abort", "error")
+
+
+@dataclass(kw_only=True)
+class Totals:
+    """Sums since the start, for those who compute rates themselves."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    first_tokens: int = 0
+    first_token_seconds: float = 0.0  # arrival to first token, over all of them
 
 
 @dataclass
@@ -92,7 +102,7 @@ class Metrics:
         self._prefix, self._labels = prefix, {"model_name": model_name, "engine": "0"}
         self._last = self._logged = EngineStats()
         self._num_pages = info.num_pages
-        self._load = [0, 0]  # prompt and generated tokens since the last line in the log
+        self.totals, self._logged_totals = Totals(), Totals()
 
         self._running = self._gauge("num_requests_running", "Requests that the engine computes.")
         self._waiting = self._gauge("num_requests_waiting", "Requests in the queue.")
@@ -166,17 +176,20 @@ class Metrics:
         if times.first_token is None:
             times.first_token = now
             prompt_len = len(times.request.prompt_token_ids)
-            self._ttft.observe(now - times.request.arrival_time)
+            wait = now - times.request.arrival_time
+            self._ttft.observe(wait)
+            self.totals.first_tokens += 1
+            self.totals.first_token_seconds += wait
+            self.totals.prompt_tokens += prompt_len
             self._prompt.inc(prompt_len)
             times.num_cached = news.num_cached_tokens
             self._cached.inc(news.num_cached_tokens)
-            self._load[0] += prompt_len
         elif news.index in times.last_token:
             self._itl.observe(now - times.last_token[news.index])
         times.last_token[news.index] = now
         times.num_generated += len(news.token_ids)
         self._generated.inc(len(news.token_ids))
-        self._load[1] += len(news.token_ids)
+        self.totals.generation_tokens += len(news.token_ids)
 
     def finish(self, times: RequestTimes, reason: str) -> None:
         """Take the end of a request; `reason`: one of FINISHED_REASONS."""
@@ -198,8 +211,10 @@ class Metrics:
 
     def load_line(self, stats: EngineStats, seconds: float) -> str | None:
         """A line for the log about the last `seconds`; None if nothing happened."""
-        (prompt, generated), self._load = self._load, [0, 0]
         before, self._logged = self._logged, stats
+        sums, self._logged_totals = self._logged_totals, replace(self.totals)
+        prompt = self.totals.prompt_tokens - sums.prompt_tokens
+        generated = self.totals.generation_tokens - sums.generation_tokens
         if not (prompt or generated or stats.num_running or stats.num_waiting):
             return None
         looked_up = stats.prefix_cache_queries - before.prefix_cache_queries

@@ -8,7 +8,15 @@ from fastapi.middleware.cors import CORSMiddleware
 import jaxpaged
 from jaxpaged.server import errors
 from jaxpaged.server.context import ServerContext
-from jaxpaged.server.endpoints import chat, completions, health, models, tokens
+from jaxpaged.server.endpoints import (
+    chat,
+    completions,
+    engine_state,
+    health,
+    models,
+    page,
+    tokens,
+)
 from jaxpaged.server.middleware import (
     ApiKeyMiddleware,
     BodyLimitMiddleware,
@@ -17,7 +25,15 @@ from jaxpaged.server.middleware import (
 from jaxpaged.server.protocol import ErrorResponse
 from jaxpaged.server.tracing import TraceContextMiddleware
 
-ROUTERS = (chat.router, completions.router, models.router, tokens.router, health.router)
+ROUTERS = (
+    chat.router,
+    completions.router,
+    models.router,
+    tokens.router,
+    health.router,
+    engine_state.router,
+    page.router,
+)
 
 
 def create_app(context: ServerContext) -> FastAPI:
