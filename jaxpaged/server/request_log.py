@@ -18,6 +18,14 @@ from jaxpaged.engine.metrics import RequestTimes
 
 log = logging.getLogger(__name__)
 
+ROUTINE = ("/health", "/ping", "/metrics", "/engine_state")  # asked every few seconds
+
+
+def without_routine(entry: logging.LogRecord) -> bool:
+    """A filter of uvicorn's access log: leaves out what probes, Prometheus and the page ask."""
+    path = str(entry.args[2]) if isinstance(entry.args, tuple) and len(entry.args) > 2 else ""
+    return not path.partition("?")[0].endswith(ROUTINE)
+
 
 def log_request(times: RequestTimes) -> Callable[[str], None]:
     """An observer of `AsyncLLM`: writes the line when the request ends."""

@@ -23,7 +23,7 @@ from jaxpaged.model_files import resolve_model
 from jaxpaged.server.address import bind, url
 from jaxpaged.server.app import create_app
 from jaxpaged.server.context import ServerContext
-from jaxpaged.server.request_log import log_request
+from jaxpaged.server.request_log import log_request, without_routine
 from jaxpaged.server.tracing import tracing
 from jaxpaged.server_config import ServerConfig
 
@@ -56,6 +56,7 @@ def serve(
     root = engine_config.model or DEMO_NAME
     names = config.served_model_name or (root,)
     observers: list[Observer] = [log_request] if config.enable_log_requests else []
+    logging.getLogger("uvicorn.access").addFilter(without_routine)
     with contextlib.ExitStack() as stack:
         if config.otlp_traces_endpoint is not None:
             observers.append(stack.enter_context(tracing(config.otlp_traces_endpoint, names[0])))

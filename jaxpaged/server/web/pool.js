@@ -26,7 +26,9 @@ export class Pool {
     this.chosen = null; // id of the sequence whose pages stand out
     this.onchoose = () => {};
     this.hues = new Map();
-    canvas.addEventListener("pointermove", (event) => this.point(event));
+    for (const name of ["pointerdown", "pointermove"]) {
+      canvas.addEventListener(name, (event) => this.point(event));
+    }
     canvas.addEventListener("pointerleave", () => this.point(null));
     new ResizeObserver(() => this.draw()).observe(canvas.parentElement);
   }
