@@ -116,6 +116,7 @@ def main() -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # tells what it lacks
     # Ctrl-C and a service manager reach the whole group: when to end, the server decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
