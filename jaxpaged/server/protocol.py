@@ -15,6 +15,7 @@ from pydantic import (
 )
 
 from jaxpaged.outputs import Logprob
+from jaxpaged.server.structured import ResponseFormat, StructuredOutputsField
 
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf
 
@@ -84,13 +85,14 @@ class GenerationRequest(SamplingFields):
     return_tokens_as_token_ids: bool | None = None  # None: the server's flag
     cache_salt: str | None = Field(None, min_length=1)
 
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsField | None = None
+
     # Not supported: refused with their names, since an answer without them would be wrong.
-    structured_outputs: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
-    response_format: Any = None
 
 
 def _read_prompt(prompt: Any, read: ValidatorFunctionWrapHandler) -> Any:
