@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -79,16 +80,15 @@ class _Written(msgspec.Struct):
     name: str
     arguments: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     parameters: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    id: str | None = None
 
-    def call(self) -> ToolCall:
+    def call(self, call_id: Callable[[], str] = call_id) -> ToolCall:
         raw = self.parameters if self.arguments is msgspec.UNSET else self.arguments
         text = "" if raw is msgspec.UNSET else bytes(raw).decode().strip()
         if text.startswith('"'):  # an object inside a string
             text = _decode(text, str).strip()
         if not self.name:
             raise NotACallError
-        return ToolCall(self.name, read_object(text or "{}"), self.id or call_id())
+        return ToolCall(self.name, read_object(text or "{}"), call_id())
 
 
 def read_object(text: str) -> str:
@@ -110,13 +110,13 @@ def read_call(text: str) -> ToolCall:
     return _decode(text, _Written).call()
 
 
-def read_calls(text: str) -> list[ToolCall]:
-    """Calls from a list of such objects; at least one.
+def read_calls(text: str, call_id: Callable[[], str]) -> list[ToolCall]:
+    """Calls from a list of such objects, at least one; `call_id` makes their names.
 
     Raises:
         NotACallError: it is something else.
     """
-    calls = [written.call() for written in _decode(text, list[_Written])]
+    calls = [written.call(call_id) for written in _decode(text, list[_Written])]
     if not calls:
         raise NotACallError
     return calls

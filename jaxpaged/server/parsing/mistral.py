@@ -43,7 +43,7 @@ class _Reader:
         if found is None:
             return None
         if self._name is None:
-            calls = [ToolCall(c.name, c.arguments, mistral_id()) for c in read_calls(found)]
+            calls = read_calls(found, mistral_id)
         else:
             calls = [ToolCall(self._name, read_object(found), self._id or mistral_id())]
         return Reading(calls, self._scanner.end)
