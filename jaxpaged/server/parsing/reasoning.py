@@ -15,7 +15,7 @@ class Thoughts:
     """
 
     def __init__(self, inside: bool) -> None:
-        self._inside = inside
+        self.inside = inside
         self._rest = ""  # what is not settled
         self._begun = False  # whether the text began with a tag is known
         self._edge = False  # behind a tag: line breaks are dropped
@@ -26,8 +26,8 @@ class Thoughts:
         self._rest += text
         if not self._begun and not self._begin(final):
             return "", ""
-        reasoning = self._think(final) if self._inside else ""
-        return reasoning, "" if self._inside else self._answer()
+        reasoning = self._think(final) if self.inside else ""
+        return reasoning, "" if self.inside else self._answer()
 
     def _begin(self, final: bool) -> bool:
         text = self._rest.lstrip()
@@ -36,8 +36,8 @@ class Thoughts:
         self._begun = True
         if text.startswith(OPENING):
             self._rest = text[len(OPENING) :]
-            self._inside = True
-        self._edge = self._inside
+            self.inside = True
+        self._edge = self.inside
         return True
 
     def _think(self, final: bool) -> str:
@@ -52,7 +52,7 @@ class Thoughts:
         self._rest = self._rest[end:]
         if found:
             self._rest = self._rest[len(CLOSING) :]
-            self._inside, self._edge = False, True
+            self.inside, self._edge = False, True
         shown = text.rstrip("\n")
         breaks, trailing = self._breaks, text[len(shown) :]
         self._breaks = trailing if shown else breaks + trailing
