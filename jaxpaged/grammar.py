@@ -27,7 +27,7 @@ MAX_REASON = 300  # characters of a complaint that are repeated
 # 40 MiB. Pages of a stack that nobody touches cost nothing.
 STACK_BYTES = 256 << 20
 # At most one of these between two JSON tokens: a model that likes blanks must come to an end.
-JSON_BLANKS = r"\x20|\r?\n[\x20\t]{0,64}"
+JSON_BLANKS = r"\x20|\r?\n[\x20\t]{0,20}"
 
 
 class GrammarError(ValueError):
@@ -38,8 +38,21 @@ def grammar_text(wanted: StructuredOutputs) -> str:
     """What is wanted, in llguidance's own form.
 
     Raises:
-        GrammarError: it is too large or no JSON schema.
+        GrammarError: it is too large, no text, or no JSON schema.
     """
+    try:
+        return _translate(wanted)
+    except GrammarError:
+        raise
+    except UnicodeEncodeError:
+        raise GrammarError("it holds half of a surrogate pair, which is no text") from None
+    except RecursionError:
+        raise GrammarError("it is nested too deeply") from None
+    except (TypeError, ValueError) as error:
+        raise GrammarError(one_line(str(error))) from error
+
+
+def _translate(wanted: StructuredOutputs) -> str:
     if wanted.regex is not None:
         return LLMatcher.grammar_from_regex(_small(wanted.regex))
     if wanted.choice is not None:
@@ -50,10 +63,7 @@ def grammar_text(wanted: StructuredOutputs) -> str:
     if wanted.grammar is not None:
         lark = is_lark_syntax(wanted.grammar)
         text = _small(wanted.grammar, MAX_BYTES if lark else MAX_GBNF_BYTES)
-        try:
-            return grammar_from("grammar", text)
-        except (ValueError, RecursionError) as error:
-            raise GrammarError(one_line(str(error))) from error
+        return grammar_from("grammar", text)
     schema = {"type": "object"} if wanted.json_object else wanted.json
     return LLMatcher.grammar_from_json_schema(
         _small(_schema_text(schema)), defaults={"whitespace_pattern": JSON_BLANKS}
@@ -94,8 +104,8 @@ def compile_grammar(vocabulary: LLTokenizer, text: str) -> LLMatcher:
     matcher = LLMatcher(vocabulary, text, log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()  # some limits are met only here
-    if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
-        raise GrammarError(one_line(matcher.get_error()) or "no text matches it")
+    if matcher.is_error():
+        raise GrammarError(one_line(matcher.get_error()))
     return matcher
 
 
@@ -117,17 +127,11 @@ class CompilerThreads:
 def _schema_text(schema: Any) -> str:
     try:
         value = json.loads(schema) if isinstance(schema, str) else schema
-        if isinstance(value, bool):  # a schema as well: everything or nothing
-            value = {} if value else {"not": {}}
-        if not isinstance(value, dict):
-            raise GrammarError("a JSON schema must be an object")
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except RecursionError:
-        raise GrammarError("the JSON schema is nested too deeply") from None
-    except (TypeError, ValueError) as error:
-        if isinstance(error, GrammarError):
-            raise
-        raise GrammarError(f"the JSON schema is no JSON: {one_line(str(error))}") from error
+    except ValueError as error:
+        raise GrammarError(f"the schema is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise GrammarError("a JSON schema must be an object")
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def _small(text: str, most: int = MAX_BYTES) -> str:
@@ -140,4 +144,6 @@ def _small(text: str, most: int = MAX_BYTES) -> str:
 def one_line(reason: str) -> str:
     """A complaint of llguidance, short enough for an error message."""
     line = " ".join(reason.replace("<non-verbose/>", "").split())
+    if line.startswith("NoExtension"):
+        return "no text matches it"
     return line if len(line) <= MAX_REASON else line[:MAX_REASON] + " …"

@@ -30,7 +30,7 @@ class StructuredOutputs:
         ValueError: none or several of them; the message begins with "structured_outputs".
     """
 
-    json: dict[str, Any] | str | bool | None = None
+    json: dict[str, Any] | str | None = None
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None

@@ -151,7 +151,7 @@ class EngineCore:
                 self._fail(message.request_id, f"compiling the grammar failed: {error}", 500)
 
     def _fail(self, request_id: str, reason: str, code: int) -> None:
-        """End a request, wherever it is, with an error that the front end passes on."""
+        """Tell the front end that a request has failed."""
         self._outputs.append(
             SequenceOutput(
                 request_id=request_id, index=0, finish_reason="error", error=reason,
@@ -230,7 +230,7 @@ class EngineCore:
             log.warning("request %s cannot follow its grammar: %s", request_id, reason)
             if self._scheduler.abort(request_id):  # unless another choice has failed, too
                 self._forget(request_id)
-                self._fail(request_id, f"the grammar cannot be followed any further: {reason}", 500)
+                self._fail(request_id, f"the output cannot be constrained further: {reason}", 400)
         return masks
 
     def _collect(self) -> None:

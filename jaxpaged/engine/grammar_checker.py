@@ -61,13 +61,11 @@ class GrammarChecker:
         try:
             text = grammar_text(wanted)
             self._compile(text)
-        except UnicodeEncodeError:
-            reason = "it holds half of a surrogate pair, which is no text"
         except GrammarError as error:
-            reason = str(error)
-        else:
-            return text
-        raise BadRequestError(f"structured_outputs cannot be followed: {reason}", PARAM)
+            raise BadRequestError(
+                f"the output cannot be constrained as asked: {error}", PARAM
+            ) from error
+        return text
 
     def _compile_anew(self, text: str) -> None:
         compile_grammar(self._vocabulary, text)
@@ -81,7 +79,7 @@ class GrammarChecker:
 def too_slow() -> BadRequestError:
     """What a client hears whose grammar is not compiled in time."""
     return BadRequestError(
-        f"structured_outputs take more than {COMPILE_SECONDS:.0f} seconds to compile: simplify "
-        f"them or try again",
+        f"compiling the constraint of the output takes more than {COMPILE_SECONDS:.0f} seconds: "
+        f"simplify it or try again",
         PARAM,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
@@ -29,7 +31,7 @@ class ResponseFormat(BaseModel):
 class StructuredOutputsField(BaseModel, extra="forbid"):
     """vLLM's way to ask for a form: exactly one of these."""
 
-    json_: dict[str, Any] | str | bool | None = Field(None, alias="json")
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -55,6 +57,17 @@ def structured_outputs(
         return StructuredOutputs(**field.model_dump(by_alias=True))
     except ValueError as error:
         raise BadRequestError(str(error), "structured_outputs") from error
+
+
+@contextmanager
+def named_as_sent(response_format: ResponseFormat | None) -> Iterator[None]:
+    """The engine knows one field for constraints: let its complaints name the one that was sent."""
+    try:
+        yield
+    except BadRequestError as error:
+        if error.param == "structured_outputs" and response_format is not None:
+            error.param = "response_format"
+        raise
 
 
 def _of_format(wanted: ResponseFormat) -> StructuredOutputs | None:

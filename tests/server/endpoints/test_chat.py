@@ -185,8 +185,6 @@ def test_templates_of_the_request(server: Server):
         ({"messages": [{"content": "x"}]}, ["messages.0.role"]),
         ({"messages": "x"}, ["list"]),
         ({"functions": [{"name": "f"}]}, ["not supported"]),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, ["not supported"]),
-        ({"structured_outputs": {"regex": "a"}}, ["not supported"]),
         ({"top_logprobs": 2}, ["logprobs=true"]),
         ({"logprobs": True, "top_logprobs": 21}, ["21", "20"]),
         ({"max_completion_tokens": 0}, ["max_tokens"]),
