@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from jaxpaged.engine.errors import BadRequestError
 from jaxpaged.sampling_params import StructuredOutputs
-from jaxpaged.server.parsing import CALL_FORMATS, REASONING_FORMATS
-from jaxpaged.server.parsing.answer import AnswerParser
+from jaxpaged.server.parsing import CALL_FORMATS
 from jaxpaged.server.parsing.calls import CallParser, call_id
 from jaxpaged.server.parsing.enforced import EnforcedCalls
 from jaxpaged.server.tool_protocol import FunctionDefinition, NamedToolChoice, Tool, ToolChoice
@@ -102,13 +102,12 @@ def read_tools(
     return ToolUse(tools, choice or "auto", parallel is False, config.tool_call_parser)
 
 
-def answer_parser(tools: ToolUse, config: ServerConfig, left_open: bool | None) -> AnswerParser:
-    """A parser for one answer.
-
-    Args:
-        left_open: whether the prompt ends inside of thoughts; None: it says nothing of it.
-    """
-    thoughts = None
-    if config.reasoning_parser is not None and not tools.enforced:  # the grammar leaves no room
-        thoughts = REASONING_FORMATS[config.reasoning_parser](left_open)
-    return AnswerParser(thoughts, tools.parser(), single=tools.single)
+@contextmanager
+def named_as_tools(tools: ToolUse) -> Iterator[None]:
+    """The engine calls every constraint structured_outputs: let its complaints name the tools."""
+    try:
+        yield
+    except BadRequestError as error:
+        if tools.enforced and error.param in ("structured_outputs", "response_format"):
+            error.param = "tools"
+        raise

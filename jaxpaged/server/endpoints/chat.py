@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +10,12 @@ from fastapi import APIRouter, Request, Response
 
 from jaxpaged.engine.errors import BadRequestError
 from jaxpaged.outputs import CompletionOutput
+from jaxpaged.server.answers import AnswerPlan, plan_answers
 from jaxpaged.server.context import Context, ServerContext
 from jaxpaged.server.generation import Generation, prepare
 from jaxpaged.server.logprobs import write_prompt_logprobs
 from jaxpaged.server.parsing.answer import AnswerParser, Parts
 from jaxpaged.server.parsing.calls import ToolCall
-from jaxpaged.server.parsing.reasoning import left_open
 from jaxpaged.server.protocol import (
     AnswerMessage,
     ChatChoice,
@@ -31,7 +30,7 @@ from jaxpaged.server.sampling import refuse_unsupported, sampling_params
 from jaxpaged.server.streaming import DONE, event, respond
 from jaxpaged.server.templating import chat_prompt, content_text
 from jaxpaged.server.tool_protocol import AnswerToolCall, DeltaToolCall, FunctionCall
-from jaxpaged.server.tools import answer_parser, read_tools
+from jaxpaged.server.tools import named_as_tools, read_tools
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -59,26 +58,27 @@ async def _prepare(request: Request, context: ServerContext, body: ChatCompletio
         overrides["max_tokens"] = body.max_completion_tokens
     params = sampling_params(body, context, **overrides)
     prompt = await chat_prompt(body, context, tools.offered)
-    generation = await prepare(
-        request,
-        context,
-        body,
-        [prompt.token_ids],
-        params,
-        kind="chatcmpl",
-        add_special_tokens=False,  # they are ids already
-        default_max_tokens=context.engine.sampling_defaults.get("max_tokens"),
-        shown_logprobs=shown_logprobs,
-    )
     last = body.messages[-1]
-    continued = body.continue_final_message
-    opened = left_open(prompt.text, content_text(last) if continued else None)
+    continued = content_text(last) if body.continue_final_message else None
+    plan = plan_answers(context, params, tools, prompt.text, continued)
+    with named_as_tools(tools):
+        generation = await prepare(
+            request,
+            context,
+            body,
+            [prompt.token_ids],
+            plan.params,
+            kind="chatcmpl",
+            add_special_tokens=False,  # they are ids already
+            default_max_tokens=context.engine.sampling_defaults.get("max_tokens"),
+            shown_logprobs=shown_logprobs,
+        )
     return _Chat(
         generation,
         body,
-        role=last.role if continued else context.config.response_role,
-        echoed=content_text(last) if body.echo and continued else "",
-        parser=functools.partial(answer_parser, tools, context.config, opened),
+        plan,
+        role=context.config.response_role if continued is None else last.role,
+        echoed=(continued or "") if body.echo else "",
     )
 
 
@@ -86,9 +86,9 @@ async def _prepare(request: Request, context: ServerContext, body: ChatCompletio
 class _Chat:
     generation: Generation
     body: ChatCompletionRequest
+    plan: AnswerPlan
     role: str
     echoed: str  # the message that the answer continues, if it is to be repeated
-    parser: Callable[[], AnswerParser]  # makes one for a choice
 
     async def response(self) -> ChatResponse:
         output = (await self.generation.collect())[0]
@@ -112,7 +112,7 @@ class _Chat:
                     chunk = self._chunk([ChatChunkChoice(index=fresh.index, delta=begin)])
                     if self.body.return_token_ids and not parsers:
                         chunk.prompt_token_ids = output.prompt_token_ids
-                    parsers[fresh.index] = self.parser()
+                    parsers[fresh.index] = self.plan.parser()
                     yield event(chunk.model_dump_json())
                 choice = self._fresh_choice(fresh, parsers[fresh.index])
                 if choice is not None:
@@ -129,7 +129,7 @@ class _Chat:
         )
 
     def _choice(self, whole: CompletionOutput) -> ChatChoice:
-        parser = self.parser()
+        parser = self.plan.parser()
         parts = parser.feed(whole.text, final=True)
         content = self.echoed + parts.content
         reasoning = self._reasoning(parts)
