@@ -171,7 +171,9 @@ class MarkedCalls:
 
 def overlap(text: str, marker: str) -> int:
     """How many characters at the end of a text may be the beginning of a marker."""
-    for length in range(min(len(text), len(marker) - 1), 0, -1):
-        if text.endswith(marker[:length]):
-            return length
+    start = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+    while start >= 0:
+        if marker.startswith(text[start:]):
+            return len(text) - start
+        start = text.find(marker[0], start + 1)
     return 0
