@@ -104,6 +104,30 @@ def test_the_openai_client_chats_streams_and_completes(serving: Serving) -> None
     assert completion.usage is not None and completion.usage.completion_tokens <= 10
 
 
+def test_a_call_is_enforced_of_any_model(serving: Serving) -> None:
+    city = {"enum": ["Oslo", "Paris"]}
+    days = {"type": "integer", "minimum": 1, "maximum": 9}
+    schema = {
+        "type": "object",
+        "properties": {"city": city, "days": days},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
+    named = {"type": "function", "function": {"name": "weather"}}
+    asked = {"model": "demo", "messages": [{"role": "user", "content": "Oslo?"}], "seed": 1}
+    for choice in ("required", named):
+        body = asked | {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+        whole = serving.client.chat.completions.create(**body).choices[0]  # type: ignore[call-overload]
+        assert whole.finish_reason == "tool_calls" and whole.message.content is None
+        (call,) = whole.message.tool_calls
+        arguments = json.loads(call.function.arguments)
+        assert arguments["city"] in city["enum"] and 1 <= arguments["days"] <= 9
+        with serving.client.chat.completions.stream(**body) as events:
+            streamed = events.get_final_completion().choices[0].message.tool_calls[0].function
+        assert (streamed.name, streamed.arguments) == ("weather", call.function.arguments)
+
+
 def test_concurrent_requests_get_what_they_get_alone(serving: Serving) -> None:
     def answer(i: int) -> str:
         return (

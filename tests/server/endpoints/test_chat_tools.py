@@ -28,6 +28,7 @@ SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")
 ]
+BROKEN = {"type": "function", "function": {"name": "f", "parameters": {"type": "nonsense"}}}
 NAMED: Any = {"type": "function", "function": {"name": "g"}}
 
 
@@ -131,6 +132,9 @@ def test_a_call_that_a_grammar_enforced(tool_server: Server):
     choice = ask(tool_server, text, tools=TOOLS, tool_choice="required")
     assert called(choice) == [("f", {"x": 1}), ("g", {})]
     assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
+    text = '<think>so</think>\n[{"name": "f", "parameters": {"x": 1}}]'
+    choice = ask(tool_server, text, tools=TOOLS, tool_choice="required")
+    assert (choice["message"]["reasoning"], called(choice)) == ("so", [("f", {"x": 1})])
     choice = ask(tool_server, '{"x": 1}', tools=TOOLS, tool_choice=NAMED)
     assert called(choice) == [("g", {"x": 1})]
     assert choice["finish_reason"] == "tool_calls"
@@ -201,6 +205,7 @@ def test_what_the_template_gets(tool_server: Server):
         ({"tools": [{"type": "function"}]}, ["tools.0.function"]),
         ({"tools": [{"type": "browser", "function": {"name": "f"}}]}, ["tools.0.type"]),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, ["tools.0.function.name"]),
+        ({"tools": [BROKEN], "tool_choice": "required"}, ["constrained", "nonsense"]),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "c"}]}]}, ["function"]),
     ],
 )
