@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,9 +41,18 @@ class ToolUse:
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """What sampling parameters follow."""
+        """What sampling parameters follow.
+
+        Raises:
+            BadRequestError: a schema that no grammar can follow.
+        """
         if self.enforced:
-            return {"structured_outputs": StructuredOutputs(json=self._schema())}
+            try:
+                return {"structured_outputs": StructuredOutputs(json=self._schema())}
+            except RecursionError:
+                raise BadRequestError(
+                    "a tool's parameters are nested too deeply", "tools"
+                ) from None
         # Some models mark calls with special tokens.
         return {"skip_special_tokens": False} if self.choice == "auto" else {}
 
@@ -80,8 +90,8 @@ def read_tools(
     """
     tools = tools or ()
     names = [tool.function.name for tool in tools]
-    for name in names:
-        if names.count(name) > 1:
+    for name, count in Counter(names).items():
+        if count > 1:
             raise BadRequestError(f"tools has two functions named {name!r}", "tools")
     if not tools and choice not in (None, "none", "auto"):
         raise BadRequestError("tool_choice needs tools to choose from", "tool_choice")

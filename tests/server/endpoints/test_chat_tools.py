@@ -25,10 +25,15 @@ ARGUMENTS = {"x": 1, "y": "é</tool_call>"}
 SHORT = '<tool_call>{"name": "f"}</tool_call>'
 TAGGED = f"<tool_call>\n{CALL}\n</tool_call>"
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
-TOOLS: list[Any] = [
-    {"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")
-]
-BROKEN = {"type": "function", "function": {"name": "f", "parameters": {"type": "nonsense"}}}
+DEEP = json.loads('{"not": ' * 800 + "{}" + "}" * 800)
+
+
+def function(name: str, parameters: dict[str, Any]) -> Any:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [function("f", SCHEMA), function("g", SCHEMA)]
+BROKEN = function("f", {"type": "nonsense"})
 NAMED: Any = {"type": "function", "function": {"name": "g"}}
 
 
@@ -206,6 +211,7 @@ def test_what_the_template_gets(tool_server: Server):
         ({"tools": [{"type": "browser", "function": {"name": "f"}}]}, ["tools.0.type"]),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, ["tools.0.function.name"]),
         ({"tools": [BROKEN], "tool_choice": "required"}, ["constrained", "nonsense"]),
+        ({"tools": [function("f", DEEP)], "tool_choice": "required"}, ["too deeply"]),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "c"}]}]}, ["function"]),
     ],
 )
