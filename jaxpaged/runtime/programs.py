@@ -109,7 +109,9 @@ class Programs:
                     (self.params, state),
                     donate=(1,),
                     out_shardings=jax.tree.map(lambda array: array.sharding, state),
-                    options=compile_options(self.platform, bucket.num_tokens),
+                    options=compile_options(
+                        self.platform, bucket.num_tokens, self.model.spec.width
+                    ),
                 )
             case Sample(num_rows, variant):
                 return Program(
