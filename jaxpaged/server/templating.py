@@ -59,7 +59,7 @@ async def chat_prompt(
             )
     variables = {**(context.config.default_chat_template_kwargs or {}), **given}
     tokenizer = context.tokenizer
-    messages = [_plain(message) for message in fields.messages]
+    messages = _named([_plain(message) for message in fields.messages])
     offered = [tool.model_dump(exclude_unset=True) for tool in tools or ()]
 
     def render() -> ChatPrompt:
@@ -115,6 +115,19 @@ def _plain(message: ChatMessage) -> dict[str, Any]:
     if message.reasoning is not None:
         plain.setdefault("reasoning_content", message.reasoning)
     return plain
+
+
+def _named(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tool messages with the name of the function: templates ask for it, clients send an id."""
+    names: dict[str, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            if "id" in call:
+                names[call["id"]] = call["function"]["name"]
+        answered = message.get("tool_call_id")
+        if message["role"] == "tool" and isinstance(answered, str) and answered in names:
+            message.setdefault("name", names[answered])
+    return messages
 
 
 def _object(arguments: str | dict[str, Any] | None) -> str | dict[str, Any]:

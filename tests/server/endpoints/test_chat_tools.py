@@ -18,7 +18,7 @@ TEMPLATE = """<|bos|>{{ tools | map(attribute="function.name") | join(",") if to
 {%- for message in messages %}{{ "<|" ~ message.role ~ "|>" ~ message.content }}
 {%- for call in message.tool_calls %}{{ call.id ~ call.function.name }}
 {%- for key, value in call.function.arguments.items() %}{{ key ~ "=" ~ value }}{% endfor %}
-{%- endfor %}{{ message.tool_call_id }}{{ message.reasoning_content }}<|end|>
+{%- endfor %}{{ message.tool_call_id }}{{ message.name }}{{ message.reasoning_content }}<|end|>
 {%- endfor %}{{ opening }}"""
 CALL = '{"name": "f", "arguments": {"x": 1, "y": "é</tool_call>"}}'
 ARGUMENTS = {"x": 1, "y": "é</tool_call>"}
@@ -185,7 +185,7 @@ def test_what_the_template_gets(tool_server: Server):
         ids = answer.json()["prompt_token_ids"]
         return tool_server.post("/detokenize", tokens=ids).json()["prompt"]
 
-    history = "<|user|>hi<|end|><|assistant|>c1fx=1hm<|end|><|tool|>21c1<|end|>"
+    history = "<|user|>hi<|end|><|assistant|>c1fx=1hm<|end|><|tool|>21c1f<|end|>"
     assert prompt(tools=TOOLS) == f"<|bos|>f,g{history}"
     assert prompt(tools=TOOLS, tool_choice=NAMED) == f"<|bos|>f,g{history}"
     assert prompt(tools=TOOLS, tool_choice="none") == f"<|bos|>{history}"
