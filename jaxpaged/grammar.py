@@ -24,7 +24,7 @@ MAX_BYTES = 128 * 1024  # of a grammar; OpenAI allows schemas of 120,000 charact
 MAX_GBNF_BYTES = 32 * 1024  # its converter takes quadratic time
 MAX_REASON = 300  # characters of a complaint that are repeated
 # llguidance descends once for each rule of a chain: the deepest that MAX_BYTES can hold needs some
-# 40 MiB. Pages of a stack that nobody touches cost nothing.
+# 60 MiB. Pages of a stack that nobody touches cost nothing.
 STACK_BYTES = 256 << 20
 # At most one of these between two JSON tokens: a model that likes blanks must come to an end.
 JSON_BLANKS = r"\x20|\r?\n[\x20\t]{0,20}"
@@ -131,7 +131,7 @@ def _schema_text(schema: Any) -> str:
         raise GrammarError(f"the schema is no JSON: {error}") from error
     if not isinstance(value, dict):
         raise GrammarError("a JSON schema must be an object")
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def _small(text: str, most: int = MAX_BYTES) -> str:
