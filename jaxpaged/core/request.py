@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from jaxpaged.sampling_params import SamplingParams
 
@@ -17,5 +18,6 @@ class Request:
     seed: int  # already drawn if the parameters name none
     eos_token_ids: frozenset[int] = frozenset()  # empty when EOS is ignored
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    grammar: Any = None  # the state in which `runtime.grammar` begins each choice
     cache_salt: str | None = None  # prefixes are shared only under the same salt
     arrival: int = 0  # order of arrival, counted by `Scheduler.add`

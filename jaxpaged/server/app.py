@@ -9,15 +9,32 @@ import jaxpaged
 from jaxpaged.server import errors
 from jaxpaged.server.client_limits import ConcurrencyLimitMiddleware, RateLimitMiddleware
 from jaxpaged.server.context import ServerContext
-from jaxpaged.server.endpoints import chat, completions, health, models, tokens
+from jaxpaged.server.endpoints import (
+    chat,
+    completions,
+    engine_state,
+    health,
+    models,
+    page,
+    tokens,
+)
 from jaxpaged.server.middleware import (
     ApiKeyMiddleware,
     BodyLimitMiddleware,
     RequestIdMiddleware,
 )
 from jaxpaged.server.protocol import ErrorResponse
+from jaxpaged.server.tracing import TraceContextMiddleware
 
-ROUTERS = (chat.router, completions.router, models.router, tokens.router, health.router)
+ROUTERS = (
+    chat.router,
+    completions.router,
+    models.router,
+    tokens.router,
+    health.router,
+    engine_state.router,
+    page.router,
+)
 
 
 def create_app(context: ServerContext) -> FastAPI:
@@ -39,6 +56,8 @@ def create_app(context: ServerContext) -> FastAPI:
         app.add_middleware(ConcurrencyLimitMiddleware, limit=config.max_concurrent_requests)
     if config.rate_limit is not None:
         app.add_middleware(RateLimitMiddleware, rates=config.rate_limit)
+    if config.otlp_traces_endpoint is not None:
+        app.add_middleware(TraceContextMiddleware)
     if config.api_key:
         app.add_middleware(ApiKeyMiddleware, keys=config.api_key)
     if config.enable_request_id_headers:

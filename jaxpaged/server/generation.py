@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -21,9 +20,8 @@ from jaxpaged.server.context import ServerContext
 from jaxpaged.server.logprobs import LogprobWriter
 from jaxpaged.server.protocol import GenerationRequest, StreamOptions, Usage
 from jaxpaged.server.streaming import merge
+from jaxpaged.server.structured import named_as_sent
 from jaxpaged.server.usage import UsageCounter
-
-log = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 4096  # prompts x n of one HTTP request
 
@@ -104,8 +102,8 @@ async def prepare(
     request_id = f"{kind}-{own_id}"
     requests = []
     for place, prompt in enumerate(prompts):
-        requests.append(
-            await context.engine.prepare(
+        with named_as_sent(body.response_format):
+            prepared = await context.engine.prepare(
                 prompt,
                 params,
                 request_id if len(prompts) == 1 else f"{request_id}-{place}",
@@ -114,12 +112,9 @@ async def prepare(
                 default_max_tokens=default_max_tokens,
                 cache_salt=body.cache_salt,
             )
-        )
+        requests.append(prepared)
         await asyncio.sleep(0)  # the others' tokens don't wait for a large batch
     config = context.config
-    if config.enable_log_requests:
-        tokens = [len(item.prompt_token_ids) for item in requests]
-        log.info("%s: prompt tokens %s, %s", request_id, tokens, requests[0].params)
     as_ids = body.return_tokens_as_token_ids
     return Generation(
         request_id,
