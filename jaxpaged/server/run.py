@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import logging
 import os
 import signal
@@ -90,6 +91,8 @@ async def _serve(context: ServerContext, listener: socket) -> int:
     server = _Server(context, listener)
     for number in SIGNALS:
         loop.add_signal_handler(number, server.handle_exit, number, None)
+    gc.collect()
+    gc.freeze()  # what lives for ever is not looked at again: collections stay short
     watching = asyncio.create_task(_end_after(engine, server))
     await server.serve([listener])
     watching.cancel()
