@@ -8,7 +8,7 @@ from fastapi.middleware.cors import CORSMiddleware
 import jaxpaged
 from jaxpaged.server import errors
 from jaxpaged.server.context import ServerContext
-from jaxpaged.server.endpoints import chat, completions, health, models, tokens
+from jaxpaged.server.endpoints import chat, completions, health, models, responses, tokens
 from jaxpaged.server.middleware import (
     ApiKeyMiddleware,
     BodyLimitMiddleware,
@@ -16,7 +16,14 @@ from jaxpaged.server.middleware import (
 )
 from jaxpaged.server.protocol import ErrorResponse
 
-ROUTERS = (chat.router, completions.router, models.router, tokens.router, health.router)
+ROUTERS = (
+    chat.router,
+    completions.router,
+    responses.router,
+    models.router,
+    tokens.router,
+    health.router,
+)
 
 
 def create_app(context: ServerContext) -> FastAPI:

@@ -1,0 +1,164 @@
+"""What travels over HTTP at /v1/responses: OpenAI's Responses API, as far as it is text."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from jaxpaged.server.protocol import GenerationRequest, TokenLogprob, omitted
+
+
+class InputItem(BaseModel, extra="allow"):
+    """A turn of the conversation: a message in its short or its long form."""
+
+    type: str = "message"
+    role: str | None = None
+    content: str | list[dict[str, Any]] | None = None
+
+
+class TextFormat(BaseModel, extra="allow"):
+    """What form the answer must have."""
+
+    type: str = "text"
+
+
+class TextSettings(BaseModel):
+    """Settings of a text answer."""
+
+    format: TextFormat = TextFormat()
+    verbosity: str | None = None  # accepted, unused
+
+
+class Reasoning(BaseModel):
+    """How much the model should think; `effort` reaches the chat template."""
+
+    effort: str | None = None
+    summary: str | None = None  # accepted, unused
+
+
+class ResponsesRequest(GenerationRequest):
+    """POST /v1/responses. Unknown fields are ignored."""
+
+    input: str | list[InputItem]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None  # None: yes
+    max_output_tokens: int | None = Field(None, ge=1)
+    metadata: dict[str, str] | None = Field(None, max_length=16)
+    text: TextSettings = TextSettings()
+    reasoning: Reasoning | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+    chat_template_kwargs: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    prompt_cache_key: str | None = None  # accepted, unused: every prefix is cached
+    safety_identifier: str | None = None  # accepted, unused
+    service_tier: str | None = None  # accepted, unused
+
+    # Not supported: refused with their names.
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    truncation: str | None = None
+    background: bool | None = None
+    conversation: Any = None
+    prompt: Any = None
+
+
+class OutputText(BaseModel):
+    """The text of an answer."""
+
+    type: Literal["output_text"] = "output_text"
+    text: str = ""
+    annotations: list[Any] = []
+    logprobs: list[TokenLogprob] = []
+
+
+class OutputMessage(BaseModel):
+    """An answer, whole or in the making."""
+
+    id: str
+    type: Literal["message"] = "message"
+    status: Literal["in_progress", "completed", "incomplete"] = "in_progress"
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText] = []
+
+
+class InputTokensDetails(BaseModel):
+    """Of the input's tokens, those that the prefix cache served."""
+
+    cached_tokens: int = 0
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(BaseModel):
+    """Of the output's tokens, those that were thought rather than said."""
+
+    reasoning_tokens: int = 0
+
+
+class ResponsesUsage(BaseModel):
+    """Tokens of a response."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails = OutputTokensDetails()
+    total_tokens: int
+
+
+class IncompleteDetails(BaseModel):
+    """Why an answer ends too early."""
+
+    reason: Literal["max_output_tokens", "content_filter"]
+
+
+class ResponsesError(BaseModel):
+    """Why there is no answer."""
+
+    code: str
+    message: str
+
+
+class ResponsesResponse(BaseModel):
+    """Answer of /v1/responses."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int = Field(default_factory=lambda: int(time.time()))
+    completed_at: int | None = None
+    status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"] = "in_progress"
+    background: bool = False
+    error: ResponsesError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None = None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputMessage] = []
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: Reasoning
+    safety_identifier: str | None
+    service_tier: Literal["default"] = "default"
+    store: bool
+    temperature: float
+    text: TextSettings
+    tool_choice: str = "auto"
+    tools: list[Any] = []
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponsesUsage | None = None
+    user: str | None = omitted()
+
+
+class DeletedResponse(BaseModel):
+    """Answer of DELETE /v1/responses/{id}."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
