@@ -31,8 +31,8 @@ class ServerConfig:
     root_path: str = setting("", "path that a proxy in front strips off")
     api_key: tuple[str, ...] = setting(
         (),
-        "keys of which clients must send one as a bearer token, on every route but /health and "
-        "/ping (environment: JAXPAGED_API_KEY)",
+        "keys of which clients must send one as a bearer token or in X-Api-Key, on every route but "
+        "/health and /ping (environment: JAXPAGED_API_KEY)",
         metavar="KEY",
     )
     allowed_origins: tuple[str, ...] = setting(

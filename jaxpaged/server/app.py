@@ -8,7 +8,7 @@ from fastapi.middleware.cors import CORSMiddleware
 import jaxpaged
 from jaxpaged.server import errors
 from jaxpaged.server.context import ServerContext
-from jaxpaged.server.endpoints import chat, completions, health, models, responses, tokens
+from jaxpaged.server.endpoints import chat, completions, health, messages, models, responses, tokens
 from jaxpaged.server.middleware import (
     ApiKeyMiddleware,
     BodyLimitMiddleware,
@@ -20,6 +20,7 @@ ROUTERS = (
     chat.router,
     completions.router,
     responses.router,
+    messages.router,
     models.router,
     tokens.router,
     health.router,
