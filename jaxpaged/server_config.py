@@ -61,6 +61,14 @@ class ServerConfig:
     enable_request_id_headers: bool = setting(False, "echo X-Request-Id, or make one up")
     enable_log_requests: bool = setting(False, "log each request")
     disable_log_stats: bool = setting(False, "don't log throughput and load")
+    enable_admin: bool = setting(
+        False, "routes that change the engine or tell of it: profiles, prefix cache, settings"
+    )
+    profile_dir: str | None = setting(
+        None,
+        "where /start_profile writes its traces (default: in the user's cache folder)",
+        metavar="FOLDER",
+    )
     metrics_prefix: str = setting(
         "jaxpaged", "what metric names begin with; vllm suits boards made for it"
     )

@@ -22,6 +22,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine.messages import (
     AbortRequests,
     AddRequest,
+    Command,
     CoreMessage,
     EngineDead,
     FinishSequence,
@@ -76,6 +77,8 @@ class CoreServer:
                     self._core.abort(request_id)
             case FinishSequence():
                 self._core.finish(message.request_id, message.index, message.num_tokens)
+            case Command():
+                self.send(self._core.command(message))
 
 
 def _connect(context: zmq.Context, kind: int, address: str) -> zmq.Socket:

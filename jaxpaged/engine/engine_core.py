@@ -11,8 +11,11 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import QueueFullError, Scheduler, SchedulerConfig, SchedulerOutput
 from jaxpaged.core.sequence import SequenceState
+from jaxpaged.engine.commands import run_command
 from jaxpaged.engine.messages import (
     AddRequest,
+    Command,
+    CommandDone,
     EngineInfo,
     EngineStats,
     SequenceOutput,
@@ -128,6 +131,10 @@ class EngineCore:
     def finish(self, request_id: str, index: int, num_tokens: int) -> None:
         """A stop string ended a choice; the front end knows already."""
         self._scheduler.finish(request_id, index, num_tokens)
+
+    def command(self, command: Command) -> CommandDone:
+        """Do what an operator asks for."""
+        return run_command(command, self._scheduler)
 
     @property
     def has_work(self) -> bool:

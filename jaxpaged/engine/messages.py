@@ -37,11 +37,19 @@ class FinishSequence(msgspec.Struct, tag=True):
     num_tokens: int
 
 
+class Command(msgspec.Struct, tag=True):
+    """What an operator asks of the core; answered by a `CommandDone` of the same number."""
+
+    number: int
+    name: str  # reset_prefix_cache, start_profile or stop_profile
+    argument: str | None = None  # of start_profile: the folder
+
+
 class Shutdown(msgspec.Struct, tag=True):
     """End the process."""
 
 
-FrontMessage = AddRequest | AbortRequests | FinishSequence | Shutdown
+FrontMessage = AddRequest | AbortRequests | FinishSequence | Command | Shutdown
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
@@ -110,10 +118,18 @@ class EngineInfo(msgspec.Struct, tag=True, kw_only=True):
     startup_seconds: dict[str, float]  # import, weights, trace, compile, warmup, total
 
 
+class CommandDone(msgspec.Struct, tag=True):
+    """What became of a `Command`."""
+
+    number: int
+    result: str | None = None  # of the profile commands: the folder
+    error: str | None = None
+
+
 class EngineDead(msgspec.Struct, tag=True):
     """The core ends: it could not start, or its loop failed."""
 
     message: str  # one line; the traceback is in the log
 
 
-CoreMessage = StepOutputs | EngineInfo | EngineDead
+CoreMessage = StepOutputs | EngineInfo | CommandDone | EngineDead

@@ -8,7 +8,16 @@ from fastapi.middleware.cors import CORSMiddleware
 import jaxpaged
 from jaxpaged.server import errors
 from jaxpaged.server.context import ServerContext
-from jaxpaged.server.endpoints import chat, completions, health, messages, models, responses, tokens
+from jaxpaged.server.endpoints import (
+    admin,
+    chat,
+    completions,
+    health,
+    messages,
+    models,
+    responses,
+    tokens,
+)
 from jaxpaged.server.middleware import (
     ApiKeyMiddleware,
     BodyLimitMiddleware,
@@ -39,6 +48,8 @@ def create_app(context: ServerContext) -> FastAPI:
     app.state.context = context
     for router in ROUTERS:
         app.include_router(router)
+    if config.enable_admin:
+        app.include_router(admin.router)
     errors.install(app)
     # The last one added is the outermost: a preflight request of CORS carries no key.
     app.add_middleware(BodyLimitMiddleware, limit=config.max_request_bytes)
