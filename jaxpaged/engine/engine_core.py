@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import logging
@@ -77,6 +78,7 @@ class EngineCore:
             attention_backend=started.backend,
             dtype=started.dtype,
             buckets=[str(bucket) for bucket in plan.buckets.forward],
+            embedding_size=plan.width,
             startup_seconds=seconds,
         )
         log.info(
@@ -93,6 +95,8 @@ class EngineCore:
     def add(self, message: AddRequest) -> None:
         """Queue a request; if it cannot be, an error output says why (503: the queue is full)."""
         params = message.params
+        if message.pooling and self._runner.plan.pool_means:  # every token is to be computed
+            params = dataclasses.replace(params, skip_reading_prefix_cache=True)
         seed = params.seed
         if seed is None:
             draw = f"{self._seed}:{next(self._seeds_drawn)}".encode()
@@ -105,6 +109,7 @@ class EngineCore:
                     params=params,
                     eos_token_ids=frozenset(message.eos_token_ids),
                     bad_word_ids=tuple(map(tuple, message.bad_word_ids)),
+                    pooling=message.pooling,
                     cache_salt=message.cache_salt,
                     seed=seed,
                 )
@@ -195,6 +200,10 @@ class EngineCore:
                 finish_reason=update.finish_reason,
                 stop_reason=update.stop_reason,
             )
+            if sequence.request.pooling:
+                assert result.embedding_RD is not None
+                output.embedding = result.embedding_RD[row].astype("<f4").tobytes()
+                output.token_ids, output.finish_reason = [], "stop"
             self._tell_once(sequence, output)
             self._outputs.append(output)
 

@@ -38,6 +38,7 @@ class InputProcessor:
         truncate_prompt_tokens: int | None = None,
         default_max_tokens: int | None = None,
         cache_salt: str | None = None,
+        pooling: bool = False,
         arrival_time: float | None = None,
     ) -> AddRequest:
         """A request whose every id is in the vocabulary and that fits the model.
@@ -46,6 +47,7 @@ class InputProcessor:
             truncate_prompt_tokens: keep at most that many of the prompt's last tokens; -1: as
                 many as the model takes.
             default_max_tokens: at most that many output tokens if max_tokens is None.
+            pooling: the prompt's embedding is wanted.
             arrival_time: time.time() when it came in; default: now.
 
         Raises:
@@ -70,6 +72,7 @@ class InputProcessor:
             eos_token_ids=eos,
             bad_word_ids=[ids for word in params.bad_words for ids in self._bad_word_ids(word)],
             cache_salt=cache_salt,
+            pooling=pooling,
         )
 
     def _token_ids(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:

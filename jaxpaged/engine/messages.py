@@ -21,6 +21,7 @@ class AddRequest(msgspec.Struct, tag=True, kw_only=True):
     eos_token_ids: list[int] = []  # empty when ignore_eos
     bad_word_ids: list[list[int]] = []  # token sequences that params.bad_words stand for
     cache_salt: str | None = None
+    pooling: bool = False  # the prompt's embedding is wanted; params.max_tokens is 1
 
 
 class AbortRequests(msgspec.Struct, tag=True):
@@ -76,6 +77,7 @@ class SequenceOutput(msgspec.Struct, kw_only=True):
         0  # prompt tokens served by the prefix cache; with the first of choice 0
     )
     scheduled_time: float | None = None  # time.time() of the first admission; likewise
+    embedding: bytes | None = None  # float32, little-endian, of length 1; then no tokens
     error: str | None = None  # with finish_reason error
     error_code: int = 500  # 503: queue full
 
@@ -115,6 +117,7 @@ class EngineInfo(msgspec.Struct, tag=True, kw_only=True):
     attention_backend: str
     dtype: str
     buckets: list[str]  # readable, for the start-up line
+    embedding_size: int = 0  # numbers of an embedding
     startup_seconds: dict[str, float]  # import, weights, trace, compile, warmup, total
 
 

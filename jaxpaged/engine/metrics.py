@@ -131,12 +131,13 @@ class Metrics:
     def tokens(self, times: RequestTimes, news: SequenceOutput, now: float) -> None:
         """Take new tokens of a choice."""
         times.scheduled = times.scheduled or news.scheduled_time
-        if not news.token_ids:
+        if not news.token_ids and news.embedding is None:
             return
         if times.first_token is None:
             times.first_token = now
             prompt_len = len(times.request.prompt_token_ids)
-            self._ttft.observe(now - times.request.arrival_time)
+            if news.token_ids:
+                self._ttft.observe(now - times.request.arrival_time)
             self._prompt.inc(prompt_len)
             self._cached.inc(news.num_cached_tokens)
             self._load[0] += prompt_len

@@ -14,6 +14,7 @@ from jaxpaged.core.buckets import Bucket, Buckets
 from jaxpaged.models.decoder import Decoder, Params, head_params
 from jaxpaged.runtime.batch_builder import TABLE_UPDATES
 from jaxpaged.runtime.compilation import Program, abstract
+from jaxpaged.runtime.pooling import embeddings
 from jaxpaged.runtime.sampler import VARIANTS, PenaltyState, count_tokens
 from jaxpaged.runtime.slot_table import SCORING
 from jaxpaged.runtime.step import (
@@ -45,6 +46,13 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Embed:
+    """Turns hidden rows into embeddings."""
+
+    num_rows: int
+
+
+@dataclass(frozen=True)
 class TakeInput:
     """Copies so many words from the host into the state."""
 
@@ -58,7 +66,7 @@ class Upkeep(Enum):
     PENALTIES = "penalties"
 
 
-Key = Forward | Sample | TakeInput | Upkeep
+Key = Forward | Sample | Embed | TakeInput | Upkeep
 
 
 def all_keys(buckets: Buckets, input_sizes: Sequence[int]) -> list[Key]:
@@ -67,7 +75,7 @@ def all_keys(buckets: Buckets, input_sizes: Sequence[int]) -> list[Key]:
     for variant in VARIANTS:
         sizes = buckets.scoring_rows if variant in SCORING else buckets.rows
         keys += [Sample(num_rows, variant) for num_rows in sizes]
-    return [*keys, *map(TakeInput, input_sizes), *Upkeep]
+    return [*keys, *map(Embed, buckets.rows), *map(TakeInput, input_sizes), *Upkeep]
 
 
 def largest_keys(buckets: Buckets) -> list[Key]:
@@ -119,6 +127,13 @@ class Programs:
                         else _words(self.shapes.sample_packing(num_rows, variant).size),
                     ),
                     donate=(3, 4),
+                    out_shardings=whole,
+                )
+            case Embed(num_rows):
+                return Program(
+                    functools.partial(embeddings, num_rows),
+                    (state.hidden_RD if state.pooled_RD is None else state.pooled_RD,),
+                    donate=(),
                     out_shardings=whole,
                 )
             case TakeInput(size):
