@@ -33,15 +33,6 @@ def refuse_unsupported_fields(body: ResponsesRequest) -> None:
         raise BadRequestError("max_tokens is called max_output_tokens here", "max_tokens")
 
 
-def response_format(body: ResponsesRequest) -> dict[str, Any] | None:
-    """`text.format` as chats spell it."""
-    given = body.text.format.model_dump()
-    if given["type"] == "json_schema":
-        kind = given.pop("type")
-        return {"type": kind, kind: given}
-    return None if given["type"] == "text" else given
-
-
 def conversation(body: ResponsesRequest, store: ResponseStore) -> list[ChatMessage]:
     """What was said up to now: that of the previous response, then the input.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from jaxpaged.server.protocol import GenerationRequest, TokenLogprob, omitted
 
@@ -40,6 +40,19 @@ class Reasoning(BaseModel):
 
 class ResponsesRequest(GenerationRequest):
     """POST /v1/responses. Unknown fields are ignored."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _format(cls, fields: Any) -> Any:
+        """`text.format` is what chats call response_format."""
+        text = fields.get("text") if isinstance(fields, dict) else None
+        form = text.get("format") if isinstance(text, dict) else None
+        if not isinstance(form, dict) or form.get("type") in (None, "text"):
+            return fields
+        if form["type"] == "json_schema":
+            inner = {name: value for name, value in form.items() if name != "type"}
+            form = {"type": "json_schema", "json_schema": inner}
+        return {**fields, "response_format": form}
 
     input: str | list[InputItem]
     instructions: str | None = None

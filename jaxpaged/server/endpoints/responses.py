@@ -20,7 +20,7 @@ from jaxpaged.server.errors import NotFoundError
 from jaxpaged.server.generation import Generation, prepare
 from jaxpaged.server.protocol import ChatMessage, ChatTemplateFields, TokenLogprob
 from jaxpaged.server.response_store import StoredResponse
-from jaxpaged.server.responses_input import conversation, refuse_unsupported_fields, response_format
+from jaxpaged.server.responses_input import conversation, refuse_unsupported_fields
 from jaxpaged.server.responses_protocol import (
     DeletedResponse,
     IncompleteDetails,
@@ -78,7 +78,6 @@ def _stored(context: ServerContext, response_id: str) -> StoredResponse:
 
 async def _prepare(request: Request, context: ServerContext, body: ResponsesRequest) -> _Answering:
     refuse_unsupported_fields(body)
-    body = body.model_copy(update={"response_format": response_format(body)})
     refuse_unsupported(body)
     shown = body.top_logprobs or 0 if LOGPROBS in (body.include or ()) else None
     params = sampling_params(body, context, max_tokens=body.max_output_tokens, logprobs=shown)
