@@ -60,7 +60,7 @@ class ResponsesRequest(GenerationRequest):
     store: bool | None = None  # None: yes
     max_output_tokens: int | None = Field(None, ge=1)
     metadata: dict[str, str] | None = Field(None, max_length=16)
-    text: TextSettings = TextSettings()
+    text: TextSettings | None = None
     reasoning: Reasoning | None = None
     include: list[str] | None = None
     top_logprobs: int | None = Field(None, ge=0)

@@ -32,6 +32,7 @@ from jaxpaged.server.responses_protocol import (
     ResponsesRequest,
     ResponsesResponse,
     ResponsesUsage,
+    TextSettings,
 )
 from jaxpaged.server.sampling import refuse_unsupported, sampling_params
 from jaxpaged.server.streaming import event, respond
@@ -121,7 +122,7 @@ def _begin(
         safety_identifier=body.safety_identifier,
         store=body.store is not False,
         temperature=params.temperature,
-        text=body.text,
+        text=body.text or TextSettings(),
         top_logprobs=body.top_logprobs or 0,
         top_p=params.top_p,
         user=body.user,

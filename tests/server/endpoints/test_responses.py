@@ -207,7 +207,7 @@ def test_what_is_not_there(server: Server):
         {"tools": [], "tool_choice": "auto", "parallel_tool_calls": False},
         {"text": {"format": {"type": "text"}, "verbosity": "low"}, "reasoning": {"effort": "low"}},
         {"include": ["reasoning.encrypted_content"], "service_tier": "auto", "seed": 3},
-        {"truncation": "disabled", "background": False, "metadata": None, "top_k": 5},
+        {"truncation": "disabled", "background": False, "metadata": None, "text": None},
         {"stream_options": None, "prompt_cache_key": "k", "safety_identifier": "s"},
     ],
 )
