@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 DONE = "data: [DONE]\n\n"
+# What a route that may stream says of itself.
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
 def event(json: str, name: str | None = None) -> str:

@@ -29,7 +29,7 @@ from jaxpaged.server.messages_protocol import (
 )
 from jaxpaged.server.protocol import ChatMessage, ChatTemplateFields
 from jaxpaged.server.sampling import refuse_unsupported, sampling_params
-from jaxpaged.server.streaming import event, respond
+from jaxpaged.server.streaming import STREAMED, event, respond
 from jaxpaged.server.templating import chat_token_ids
 
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -40,7 +40,7 @@ THOUGHTS = ("thinking", "redacted_thinking")  # blocks of earlier turns that no 
 router = APIRouter(tags=["Anthropic"], responses=ERRORS)
 
 
-@router.post("/v1/messages", response_model=MessagesResponse)
+@router.post("/v1/messages", response_model=MessagesResponse, responses=STREAMED)
 async def create_message(body: MessagesRequest, request: Request, context: Context) -> Response:
     """Answer a conversation."""
     context.check_model(body.model)

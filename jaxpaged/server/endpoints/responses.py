@@ -35,7 +35,7 @@ from jaxpaged.server.responses_protocol import (
     TextSettings,
 )
 from jaxpaged.server.sampling import refuse_unsupported, sampling_params
-from jaxpaged.server.streaming import event, respond
+from jaxpaged.server.streaming import STREAMED, event, respond
 from jaxpaged.server.templating import chat_token_ids
 
 router = APIRouter(tags=["OpenAI"])
@@ -44,7 +44,7 @@ LOGPROBS = "message.output_text.logprobs"  # of `include`
 PLACE = {"output_index": 0, "content_index": 0}  # there is one answer, of one part
 
 
-@router.post("/v1/responses", response_model=ResponsesResponse)
+@router.post("/v1/responses", response_model=ResponsesResponse, responses=STREAMED)
 async def create_response(body: ResponsesRequest, request: Request, context: Context) -> Response:
     """Answer a conversation, which may go on from a stored response."""
     context.check_model(body.model)
