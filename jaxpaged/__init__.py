@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from jaxpaged.engine.async_llm import AsyncLLM
     from jaxpaged.engine.llm import LLM
     from jaxpaged.outputs import CompletionOutput, Logprob, RequestOutput
-    from jaxpaged.sampling_params import SamplingParams
+    from jaxpaged.sampling_params import SamplingParams, StructuredOutputs
 
 __version__ = "0.1.0"
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "__version__",
 ]
 
@@ -36,6 +37,7 @@ MODULES = {
     "Logprob": "jaxpaged.outputs",
     "RequestOutput": "jaxpaged.outputs",
     "SamplingParams": "jaxpaged.sampling_params",
+    "StructuredOutputs": "jaxpaged.sampling_params",
 }
 
 

@@ -9,7 +9,10 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+from jaxpaged.config import EngineConfig
+
 DEMO_MODEL = Path(__file__).parent / "assets" / "demo"  # what runs when no model is named
+TOKENIZER_FILE = "tokenizer.json"
 PATTERNS = ["*.safetensors", "*.json", "tokenizer*", "*.jinja"]
 
 
@@ -55,6 +58,17 @@ def resolve_model(
             f"no folder {str(name)!r} here, no copy in the cache, and the Hugging Face hub cannot "
             f"be reached"
         ) from error
+
+
+def tokenizer_file(config: EngineConfig) -> Path:
+    """The tokenizer.json that goes with a model; it need not exist.
+
+    Raises:
+        ModelFilesError: the folder cannot be found.
+    """
+    if config.tokenizer is not None:
+        return resolve_model(config.tokenizer) / TOKENIZER_FILE
+    return resolve_model(config.model, config.revision, config.download_dir) / TOKENIZER_FILE
 
 
 def read_config(path: Path) -> dict[str, Any]:

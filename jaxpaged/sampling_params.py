@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from jaxpaged.validation import require
 
@@ -12,6 +13,42 @@ MAX_CHOICES = 1024  # n; each is a sequence of its own
 MAX_STOP_STRINGS = 64  # all of them are looked for after every token
 MAX_BAD_WORDS = 1024
 MAX_LOGIT_BIAS = 512  # entries of logit_bias a row of the sampler has room for
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputs:
+    """What the whole output must match: exactly one of these, by vLLM's names.
+
+    Args:
+        json: a JSON schema, as an object or as its text.
+        regex: a regular expression that matches all of the output, in Rust's syntax.
+        choice: the output is one of these.
+        grammar: Lark as llguidance takes it, with a rule `start`; or GBNF, with a rule `root`.
+        json_object: True: any JSON object.
+
+    Raises:
+        ValueError: none or several of them; the message begins with "structured_outputs".
+    """
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.choice is not None:
+            object.__setattr__(self, "choice", tuple(dict.fromkeys(self.choice)))
+        wanted = [field.name for field in fields(self) if getattr(self, field.name) is not None]
+        if len(wanted) != 1:
+            raise ValueError(
+                "structured_outputs must name exactly one of json, regex, choice, grammar and "
+                f"json_object, got {', '.join(wanted) or 'none'}"
+            )
+        if self.json_object is False:
+            raise ValueError("structured_outputs must not say json_object: false; leave it out")
+        if self.choice == ():
+            raise ValueError("structured_outputs must offer at least one choice")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +86,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
+    structured_outputs: StructuredOutputs | None = None
     skip_reading_prefix_cache: bool | None = None  # None: skipped only with prompt_logprobs
     priority: int = 0  # lower is served earlier under --scheduling-policy priority
 

@@ -10,6 +10,8 @@ from jaxpaged.config import setting
 from jaxpaged.validation import require
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral", "qwen")
+REASONING_PARSERS = ("deepseek_r1", "qwen3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,17 @@ class ServerConfig:
     default_chat_template_kwargs: dict[str, Any] | None = setting(
         None, "JSON object: template variables for requests that don't set them", metavar="JSON"
     )
+    enable_auto_tool_choice: bool = setting(
+        False, "let the model decide when to call a tool; needs --tool-call-parser"
+    )
+    tool_call_parser: str | None = setting(
+        None, "how the model writes tool calls", choices=TOOL_CALL_PARSERS
+    )
+    reasoning_parser: str | None = setting(
+        None,
+        "how the model marks its reasoning, which then leaves the content of an answer",
+        choices=REASONING_PARSERS,
+    )
     response_role: str = setting("assistant", "role of the answers of a chat")
     return_tokens_as_token_ids: bool = setting(
         False, "spell tokens in log-probabilities as 'token_id:N'"
@@ -89,5 +102,13 @@ class ServerConfig:
             re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix) is not None,
             "letters, digits and underscores",
         )
+        for name, choices in (
+            ("tool_call_parser", TOOL_CALL_PARSERS),
+            ("reasoning_parser", REASONING_PARSERS),
+        ):
+            value = getattr(self, name)
+            require(self, name, value in (None, *choices), f"one of {', '.join(choices)}")
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise ValueError("enable_auto_tool_choice needs tool_call_parser")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("ssl_keyfile and ssl_certfile need each other")

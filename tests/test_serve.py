@@ -13,12 +13,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Annotated, Literal
 
 import anthropic
 import httpx
 import numpy as np
 import openai
+import pydantic
 import pytest
 
 from jaxpaged.model_files import DEMO_MODEL
@@ -107,6 +110,30 @@ def test_the_openai_client_chats_streams_and_completes(serving: Serving) -> None
     assert completion.usage is not None and completion.usage.completion_tokens <= 10
 
 
+def test_a_call_is_enforced_of_any_model(serving: Serving) -> None:
+    city = {"enum": ["Oslo", "Paris"]}
+    days = {"type": "integer", "minimum": 1, "maximum": 9}
+    schema = {
+        "type": "object",
+        "properties": {"city": city, "days": days},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
+    named = {"type": "function", "function": {"name": "weather"}}
+    asked = {"model": "demo", "messages": [{"role": "user", "content": "Oslo?"}], "seed": 1}
+    for choice in ("required", named):
+        body = asked | {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+        whole = serving.client.chat.completions.create(**body).choices[0]  # type: ignore[call-overload]
+        assert whole.finish_reason == "tool_calls" and whole.message.content is None
+        (call,) = whole.message.tool_calls
+        arguments = json.loads(call.function.arguments)
+        assert arguments["city"] in city["enum"] and 1 <= arguments["days"] <= 9
+        with serving.client.chat.completions.stream(**body) as events:
+            streamed = events.get_final_completion().choices[0].message.tool_calls[0].function
+        assert (streamed.name, streamed.arguments) == ("weather", call.function.arguments)
+
+
 def test_concurrent_requests_get_what_they_get_alone(serving: Serving) -> None:
     def answer(i: int) -> str:
         return (
@@ -164,6 +191,61 @@ def test_embeddings_follow_the_text_alone(serving: Serving) -> None:
     np.testing.assert_allclose(embed(long)[0], vectors[2], atol=1e-4)  # from the cache
     assert httpx.post(serving.url + "/reset_prefix_cache").json() == {"success": True}
     np.testing.assert_allclose(embed(long)[0], vectors[2], atol=1e-4)
+    assert serving.gauge("step_compilations") == 0
+
+
+class Character(pydantic.BaseModel):
+    """What a model of 4M parameters is asked for, so that even its output has an end."""
+
+    name: Annotated[str, pydantic.StringConstraints(pattern="^[A-Z][a-z]{2,8}$")]
+    house: Literal["Montague", "Capulet"]
+    age: Annotated[int, pydantic.Field(ge=0, le=99)]
+    friend: str | None = pydantic.Field(max_length=5)
+
+
+def test_structured_outputs_with_the_openai_client(serving: Serving) -> None:
+    asked = {"model": "demo", "messages": [{"role": "user", "content": "Who art thou?"}]}
+    parsed = serving.client.chat.completions.parse(
+        **asked, response_format=Character, n=3, seed=1, max_tokens=300
+    )  # type: ignore[call-overload]
+    assert [type(choice.message.parsed) for choice in parsed.choices] == [Character] * 3
+    assert {choice.finish_reason for choice in parsed.choices} == {"stop"}
+    with serving.client.chat.completions.stream(
+        **asked, response_format=Character, seed=1, max_tokens=300
+    ) as stream:  # type: ignore[call-overload]
+        streamed = stream.get_final_completion().choices[0].message.parsed
+    assert streamed == parsed.choices[0].message.parsed
+
+
+def test_a_tricky_choice_streamed(serving: Serving) -> None:
+    text = "😀 👨‍👩‍👧 ďábel"
+    asked = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "x"}],
+        "extra_body": {"structured_outputs": {"choice": [text]}},
+    }
+    whole = serving.client.chat.completions.create(**asked)  # type: ignore[call-overload]
+    assert whole.choices[0].message.content == text
+    chunks = list(serving.client.chat.completions.create(**asked, stream=True))  # type: ignore[call-overload]
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chunks]
+    assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
+    assert [c.choices[0].finish_reason for c in chunks if c.choices[0].finish_reason] == ["stop"]
+
+
+def test_constrained_and_free_completions_at_once(serving: Serving) -> None:
+    def ask(place: int, constrained: bool) -> str:
+        extra = {"structured_outputs": {"regex": "[0-9]{3,20}"}} if constrained else {}
+        answer = serving.client.completions.create(
+            model="demo", prompt=f"Act {place}", max_tokens=20, seed=place, extra_body=extra
+        )
+        return answer.choices[0].text
+
+    alone = [ask(place, False) for place in range(4)]
+    with ThreadPoolExecutor(8) as threads:
+        free = [threads.submit(ask, place, False) for place in range(4)]
+        constrained = [threads.submit(ask, place, True) for place in range(4)]
+        assert [future.result() for future in free] == alone
+        assert all(re.fullmatch("[0-9]{1,20}", future.result()) for future in constrained)
     assert serving.gauge("step_compilations") == 0
 
 

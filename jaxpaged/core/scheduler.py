@@ -343,9 +343,13 @@ class Scheduler:
     def _finish_by_token(self, sequence: SequenceState, token_id: int) -> None:
         """End the sequence if its newest token does."""
         num_tokens = len(sequence.token_ids)
-        fewest = sequence.prompt_len + sequence.request.params.min_tokens
-        if token_id in sequence.ending_ids and num_tokens >= fewest:
-            if token_id not in sequence.request.eos_token_ids:
+        request = sequence.request
+        fewest = sequence.prompt_len + request.params.min_tokens
+        is_eos = token_id in request.eos_token_ids
+        # EOS comes too early only where a grammar allows nothing else any more.
+        ends = num_tokens >= fewest or (is_eos and request.grammar is not None)
+        if token_id in sequence.ending_ids and ends:
+            if not is_eos:
                 sequence.stop_reason = token_id
             self._finish(sequence, "stop")
         elif num_tokens >= sequence.max_len:

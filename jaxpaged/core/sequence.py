@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter
+from typing import Any
 
 from jaxpaged.core.request import Request
 
@@ -50,6 +51,7 @@ class SequenceState:
     page_hashes: list[bytes] = field(default_factory=list)  # prefix keys of leading pages
     num_published: int = 0  # leading pages that the prefix cache was told of
     cache_epoch: int = -1  # `PrefixCache.epoch` when its first page was computed
+    grammar: Any = None  # where it stands in its grammar, kept by `runtime.grammar`
     prompt_len: int = field(init=False)
     ending_ids: frozenset[int] = field(init=False)  # EOS and stop_token_ids
     prompt_logprobs_wanted: int = field(init=False)  # rows; only choice 0 scores the prompt

@@ -18,6 +18,7 @@ from jaxpaged import model_files
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.core_client import CORE_COMMAND, CoreClient
 from jaxpaged.engine.errors import BadRequestError, EngineDeadError, RequestFailedError
+from jaxpaged.engine.grammar_checker import COMPILE_SECONDS, too_slow
 from jaxpaged.engine.input_processor import InputProcessor, Prompt
 from jaxpaged.engine.messages import (
     AbortRequests,
@@ -134,6 +135,14 @@ class AsyncLLM:
             params,
             **{"arrival_time": time.time(), **options},
         )
+        grammars = self._inputs.grammars
+        if params.structured_outputs is not None and grammars is not None:
+            checked = asyncio.wrap_future(grammars.submit(params.structured_outputs))
+            try:
+                grammar = await asyncio.wait_for(checked, COMPILE_SECONDS)
+            except TimeoutError:
+                raise too_slow() from None
+            make = functools.partial(make, grammar=grammar)
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         if isinstance(text, str) and len(text) > LONG_TEXT:
             return await asyncio.to_thread(make)

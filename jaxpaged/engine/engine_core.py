@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import logging
 import time
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+
+import numpy as np
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.core.request import Request
@@ -22,12 +26,17 @@ from jaxpaged.engine.messages import (
     SequenceOutput,
     TokenLogprobs,
 )
+from jaxpaged.grammar import GrammarError
+from jaxpaged.model_files import tokenizer_file
 from jaxpaged.runtime.batch_builder import StepInput
+from jaxpaged.runtime.grammar import Grammars, GrammarState
 from jaxpaged.runtime.model_runner import InFlight, StepResult
 from jaxpaged.runtime.startup import start_runner
 from jaxpaged.runtime.token_masks import waits_for_last_token
 
 log = logging.getLogger(__name__)
+
+COMPILE_POLL_SECONDS = 0.01  # how long an idle engine waits for a grammar before it looks around
 
 
 class EngineCore:
@@ -57,6 +66,8 @@ class EngineCore:
                 max_num_queued_tokens=config.max_num_queued_tokens,
             )
         )
+        self._grammars = Grammars(functools.partial(tokenizer_file, config), plan.vocab)
+        self._compiling: list[tuple[AddRequest, int, Future[GrammarState]]] = []
         self._seed, self._seeds_drawn = config.seed, itertools.count()
         self._pending: InFlight | None = None  # dispatched, not yet collected
         self._outputs: list[SequenceOutput] = []  # news for the front end
@@ -94,13 +105,20 @@ class EngineCore:
 
     def add(self, message: AddRequest) -> None:
         """Queue a request; if it cannot be, an error output says why (503: the queue is full)."""
-        params = message.params
-        if message.pooling and self._runner.plan.pool_means:  # every token is to be computed
-            params = dataclasses.replace(params, skip_reading_prefix_cache=True)
-        seed = params.seed
+        seed = message.params.seed
         if seed is None:
             draw = f"{self._seed}:{next(self._seeds_drawn)}".encode()
             seed = int.from_bytes(hashlib.sha256(draw).digest()[:8], "little")
+        if message.grammar is None:
+            self._queue(message, seed, None)
+        else:
+            compiled = self._grammars.compile(message.grammar, message.eos_token_ids)
+            self._compiling.append((message, seed, compiled))
+
+    def _queue(self, message: AddRequest, seed: int, grammar: GrammarState | None) -> None:
+        params = message.params
+        if message.pooling and self._runner.plan.pool_means:  # every token is to be computed
+            params = dataclasses.replace(params, skip_reading_prefix_cache=True)
         try:
             self._scheduler.add(
                 Request(
@@ -110,26 +128,58 @@ class EngineCore:
                     eos_token_ids=frozenset(message.eos_token_ids),
                     bad_word_ids=tuple(map(tuple, message.bad_word_ids)),
                     pooling=message.pooling,
+                    grammar=grammar,
                     cache_salt=message.cache_salt,
                     seed=seed,
                 )
             )
-        except (QueueFullError, ValueError) as error:
-            self._outputs.append(
-                SequenceOutput(
-                    request_id=message.request_id,
-                    index=0,
-                    finish_reason="error",
-                    error=str(error),
-                    error_code=503 if isinstance(error, QueueFullError) else 400,
-                )
+        except QueueFullError as error:
+            self._fail(message.request_id, str(error), 503)
+        except ValueError as error:
+            self._fail(message.request_id, str(error), 400)
+
+    def _queue_compiled(self) -> None:
+        """Queue the requests whose grammars are compiled; if there is nothing else, wait a bit."""
+        if not (self._scheduler.has_unfinished or self._pending or self._outputs):
+            wait(
+                [compiled for _, _, compiled in self._compiling], COMPILE_POLL_SECONDS,
+                FIRST_COMPLETED,
+            )  # fmt: skip
+        compiling, self._compiling = self._compiling, []
+        for message, seed, compiled in compiling:
+            if not compiled.done():
+                self._compiling.append((message, seed, compiled))
+                continue
+            try:
+                self._queue(message, seed, compiled.result())
+            except GrammarError as error:
+                self._fail(message.request_id, str(error), 400)
+            except Exception as error:
+                log.exception("compiling the grammar of request %s failed", message.request_id)
+                self._fail(message.request_id, f"compiling the grammar failed: {error}", 500)
+
+    def _fail(self, request_id: str, reason: str, code: int) -> None:
+        """Tell the front end that a request has failed."""
+        self._outputs.append(
+            SequenceOutput(
+                request_id=request_id, index=0, finish_reason="error", error=reason,
+                error_code=code,
             )
+        )  # fmt: skip
 
     def abort(self, request_id: str) -> None:
         """End a request at any moment: queued, running or with a token in flight."""
-        for sequence in self._scheduler.abort(request_id):
+        ended = [sequence.index for sequence in self._scheduler.abort(request_id)]
+        for entry in self._compiling:
+            message, _, compiled = entry
+            if message.request_id == request_id:
+                compiled.cancel()
+                ended = list(range(message.params.n))
+                self._compiling.remove(entry)
+                break
+        for index in ended:
             self._outputs.append(
-                SequenceOutput(request_id=request_id, index=sequence.index, finish_reason="abort")
+                SequenceOutput(request_id=request_id, index=index, finish_reason="abort")
             )
         self._forget(request_id)
 
@@ -144,12 +194,19 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do or to tell."""
-        return bool(self._scheduler.has_unfinished or self._pending is not None or self._outputs)
+        return bool(
+            self._scheduler.has_unfinished
+            or self._pending is not None
+            or self._outputs
+            or self._compiling
+        )
 
     # -- the loop ------------------------------------------------------------------------------
 
     def step(self) -> list[SequenceOutput]:
         """Dispatch the next step, then take what the one before it sampled."""
+        if self._compiling:
+            self._queue_compiled()
         scheduled = self._scheduler.schedule()
         for sequence in scheduled.admitted:
             if sequence.index == 0 and len(sequence.token_ids) == sequence.prompt_len:
@@ -157,9 +214,11 @@ class EngineCore:
         in_flight = None
         if scheduled.sequences:
             step = self._dispatch_forward(scheduled)
-            if any(waits_for_last_token(item.sequence.request) for item in scheduled.sequences):
+            masks: dict[int, np.ndarray] = {}
+            if any(waits_for_last_token(item) for item in scheduled.sequences):
                 self._collect()  # this step's masks need the tokens of the one before
-            in_flight = self._runner.sample(scheduled, step)
+                masks = self._grammar_masks(scheduled)
+            in_flight = self._runner.sample(scheduled, step, masks)
         self._collect()
         self._pending = in_flight
         if not self._overlap:
@@ -174,6 +233,17 @@ class EngineCore:
         self._host_gap = time.perf_counter() - begin if device_waits else 0.0
         self._bucket_tokens, self._iteration_tokens = step.bucket.num_tokens, scheduled.num_tokens
         return step
+
+    def _grammar_masks(self, scheduled: SchedulerOutput) -> dict[int, np.ndarray]:
+        """By slot; a request whose grammar cannot be followed any more ends alone."""
+        masks, failed = self._grammars.masks(scheduled.sequences)
+        for sequence, reason in failed:
+            request_id = sequence.request.request_id
+            log.warning("request %s cannot follow its grammar: %s", request_id, reason)
+            if self._scheduler.abort(request_id):  # unless another choice has failed, too
+                self._forget(request_id)
+                self._fail(request_id, f"the output cannot be constrained further: {reason}", 400)
+        return masks
 
     def _collect(self) -> None:
         if self._pending is None:
@@ -236,7 +306,7 @@ class EngineCore:
         scheduler = self._scheduler
         stats = EngineStats(
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
+            num_waiting=scheduler.num_waiting + len(self._compiling),
             kv_cache_usage=scheduler.pages.pool.usage,
             num_preemptions=scheduler.num_preemptions,
             prefix_cache_queries=scheduler.prefix_cache_queries,

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxpaged.engine.errors import BadRequestError
+from jaxpaged.engine.grammar_checker import PARAM, GrammarChecker
 from jaxpaged.engine.messages import AddRequest, EngineInfo
 from jaxpaged.engine.tokenizer import Tokenizer
-from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.sampling_params import SamplingParams, StructuredOutputs
 
 Prompt = (
     str | Sequence[int] | dict[str, Any]
@@ -27,6 +28,9 @@ class InputProcessor:
 
     def __init__(self, info: EngineInfo, tokenizer: Tokenizer | None) -> None:
         self._info, self._tokenizer = info, tokenizer
+        self.grammars: GrammarChecker | None = None  # None: no tokenizer is loaded
+        if tokenizer is not None:
+            self.grammars = GrammarChecker(tokenizer.file, info.vocab_size, tokenizer.eos_token_ids)
 
     def request(
         self,
@@ -39,6 +43,7 @@ class InputProcessor:
         default_max_tokens: int | None = None,
         cache_salt: str | None = None,
         pooling: bool = False,
+        grammar: str | None = None,
         arrival_time: float | None = None,
     ) -> AddRequest:
         """A request whose every id is in the vocabulary and that fits the model.
@@ -48,6 +53,7 @@ class InputProcessor:
                 many as the model takes.
             default_max_tokens: at most that many output tokens if max_tokens is None.
             pooling: the prompt's embedding is wanted.
+            grammar: what `grammars` made of structured_outputs, if they are checked already.
             arrival_time: time.time() when it came in; default: now.
 
         Raises:
@@ -63,7 +69,11 @@ class InputProcessor:
             raise BadRequestError("stop and bad_words need a tokenizer, and none is loaded")
         if params.stop and not params.detokenize:
             raise BadRequestError("stop strings need detokenize=True", "stop")
-        eos = [] if self._tokenizer is None or params.ignore_eos else self._tokenizer.eos_token_ids
+        if params.structured_outputs is not None and grammar is None:
+            grammar = self._grammar(params.structured_outputs)
+        eos = [] if self._tokenizer is None else self._tokenizer.eos_token_ids
+        if params.ignore_eos and grammar is None:  # a grammar that is at its end wants EOS
+            eos = []
         return AddRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -71,9 +81,18 @@ class InputProcessor:
             arrival_time=arrival_time,
             eos_token_ids=eos,
             bad_word_ids=[ids for word in params.bad_words for ids in self._bad_word_ids(word)],
+            grammar=grammar,
             cache_salt=cache_salt,
             pooling=pooling,
         )
+
+    def _grammar(self, wanted: StructuredOutputs) -> str:
+        if self.grammars is None:
+            raise BadRequestError(
+                "structured_outputs need a tokenizer, and none is loaded (skip_tokenizer_init)",
+                PARAM,
+            )
+        return self.grammars.check(wanted)
 
     def _token_ids(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, dict):

@@ -18,8 +18,9 @@ class AddRequest(msgspec.Struct, tag=True, kw_only=True):
     prompt_token_ids: list[int]
     params: SamplingParams  # max_tokens is set
     arrival_time: float  # time.time(), seconds
-    eos_token_ids: list[int] = []  # empty when ignore_eos
+    eos_token_ids: list[int] = []  # empty when ignore_eos, unless there is a grammar
     bad_word_ids: list[list[int]] = []  # token sequences that params.bad_words stand for
+    grammar: str | None = None  # what params.structured_outputs stand for, as llguidance takes it
     cache_salt: str | None = None
     pooling: bool = False  # the prompt's embedding is wanted; params.max_tokens is 1
 

@@ -13,6 +13,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from jaxpaged.engine.errors import BadRequestError
+from jaxpaged.model_files import TOKENIZER_FILE
 
 GENERATION_DEFAULTS = {  # generation_config.json -> SamplingParams
     "temperature": "temperature",
@@ -52,10 +53,12 @@ class Tokenizer:
     Args:
         backend: a transformers tokenizer.
         folder: the model's, whose generation_config.json may name more ends of a text.
+        file: the tokenizer.json that the backend was made of.
     """
 
-    def __init__(self, backend: Any, folder: Path) -> None:
+    def __init__(self, backend: Any, folder: Path, file: Path) -> None:
         self._backend = backend
+        self.file = file
         self._fast = getattr(backend, "backend_tokenizer", None)
         if self._fast is not None:  # lengths are checked elsewhere
             self._fast.no_truncation()
@@ -88,7 +91,7 @@ class Tokenizer:
             backend = transformers.AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
-            return cls(backend, model_folder or folder)
+            return cls(backend, model_folder or folder, folder / TOKENIZER_FILE)
         except Exception as error:  # transformers raises what its many formats raise
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise OSError(f"no usable tokenizer in {folder}: {reason}") from error

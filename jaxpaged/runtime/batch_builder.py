@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,7 +80,7 @@ class BatchBuilder:
         uploads = self._fill_page_tables(scheduled, views)
         sampling = self._sampling(scheduled)
         if sampling is not None and rides_along(sampling.variant):
-            self._fill_sampling(sampling, words_X)
+            self._fill_sampling(sampling, words_X, {})
         known = self._on_device is not None and np.array_equal(self._on_device, words_X)
         self._on_device = words_X.copy()  # the transfer may still read the other
         if bucket.decode_only:
@@ -195,15 +195,21 @@ class BatchBuilder:
         embeds = any(item.sequence.request.pooling for item in sampled)
         return Sampling(num_rows, variant, sampled, prompt_rows, embeds)
 
-    def late_words(self, sampling: Sampling) -> np.ndarray:
-        """Settings of a sampling that does not ride along, once its masks can be told."""
+    def late_words(self, sampling: Sampling, grammar_masks: Mapping[int, np.ndarray]) -> np.ndarray:
+        """Settings of a sampling that does not ride along, once its masks can be told.
+
+        Args:
+            grammar_masks: uint32[W] by slot, of the sequences that have a grammar.
+        """
         words_X = np.zeros(
             self._shapes.sample_packing(sampling.num_rows, sampling.variant).size, np.int32
         )
-        self._fill_sampling(sampling, words_X)
+        self._fill_sampling(sampling, words_X, grammar_masks)
         return words_X
 
-    def _fill_sampling(self, sampling: Sampling, words_X: np.ndarray) -> None:
+    def _fill_sampling(
+        self, sampling: Sampling, words_X: np.ndarray, grammar_masks: Mapping[int, np.ndarray]
+    ) -> None:
         sampled, prompt_rows = sampling.sampled, sampling.prompt_rows
         views = self._shapes.sample_packing(sampling.num_rows, sampling.variant).views(words_X)
         count = len(sampled)
@@ -220,6 +226,8 @@ class BatchBuilder:
             views["mask_RW"][:] = 0xFFFFFFFF
             for r, item in enumerate(sampled):
                 static_W = self._slots.static_mask(item.slot)
-                mask_W = next_token_mask(item, static_W, self._shapes.vocab)
+                mask_W = next_token_mask(
+                    item, static_W, self._shapes.vocab, grammar_masks.get(item.slot)
+                )
                 if mask_W is not None:
                     views["mask_RW"][r] = mask_W

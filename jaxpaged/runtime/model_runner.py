@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import jax
 import numpy as np
@@ -29,6 +30,8 @@ from jaxpaged.runtime.programs import (
 )
 from jaxpaged.runtime.slot_table import SlotTable, has_penalties
 from jaxpaged.runtime.step import rides_along
+
+NO_MASKS: Mapping[int, np.ndarray] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -131,13 +134,24 @@ class ModelRunner:
             piece[3 : 3 + len(ids)] = ids
             self._penalties = self.executables[Upkeep.PENALTIES](self._penalties, self._put(piece))
 
-    def sample(self, scheduled: SchedulerOutput, step: StepInput) -> InFlight:
-        """Dispatch the sampling of a step's rows; the copy to the host starts at once."""
+    def sample(
+        self,
+        scheduled: SchedulerOutput,
+        step: StepInput,
+        grammar_masks: Mapping[int, np.ndarray] = NO_MASKS,
+    ) -> InFlight:
+        """Dispatch the sampling of a step's rows; the copy to the host starts at once.
+
+        Args:
+            grammar_masks: by slot, of the sequences that have a grammar.
+        """
         now = time.perf_counter()
         sampling = step.sampling
         if sampling is None:
             return InFlight(scheduled, None, [], now)
-        late = None if rides_along(sampling.variant) else self._builder.late_words(sampling)
+        late = None
+        if not rides_along(sampling.variant):
+            late = self._builder.late_words(sampling, grammar_masks)
         out = self._run_sample(Sample(sampling.num_rows, sampling.variant), late)
         embedding_RD = None
         if sampling.embeds:

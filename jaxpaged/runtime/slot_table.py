@@ -65,7 +65,8 @@ class SlotTable:
             mask_W = static_mask(request, self._vocab)
             self._static_masks[slot] = mask_W
             self._level[slot] = _variant_level(
-                params, mask_W is not None or request.bad_word_ids != ()
+                params,
+                mask_W is not None or request.bad_word_ids != () or request.grammar is not None,
             )
             seed = request.seed % 2**64
             arrays["seed_R2"][slot] = seed & 0xFFFFFFFF, seed >> 32

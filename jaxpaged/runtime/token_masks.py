@@ -40,9 +40,12 @@ def static_mask(request: Request, vocab: int) -> np.ndarray | None:
     return _without(None if allowed is None else _bits(allowed, vocab), banned, vocab)
 
 
-def waits_for_last_token(request: Request) -> bool:
-    """Whether the mask at a position depends on the token just before it."""
-    return any(len(word) > 1 for word in request.bad_word_ids)
+def waits_for_last_token(item: ScheduledSequence) -> bool:
+    """Whether the mask of the token that this step samples depends on the token before."""
+    request = item.sequence.request
+    return item.samples and (
+        request.grammar is not None or any(len(word) > 1 for word in request.bad_word_ids)
+    )
 
 
 def below_min_tokens(item: ScheduledSequence) -> bool:
@@ -53,11 +56,22 @@ def below_min_tokens(item: ScheduledSequence) -> bool:
 
 
 def next_token_mask(
-    item: ScheduledSequence, static_W: np.ndarray | None, vocab: int
+    item: ScheduledSequence,
+    static_W: np.ndarray | None,
+    vocab: int,
+    grammar_W: np.ndarray | None = None,
 ) -> np.ndarray | None:
-    """uint32[W] of the token that this step samples; None allows everything."""
+    """uint32[W] of the token that this step samples; None allows everything.
+
+    What the grammar allows comes first: other wishes hold as far as they leave something of it.
+    """
     request = item.sequence.request
     banned: list[int] = []
+    if grammar_W is not None:
+        both_W = grammar_W if static_W is None else grammar_W & static_W
+        static_W = both_W if both_W.any() else grammar_W
+        if request.params.ignore_eos:  # not before the grammar's end
+            banned += request.eos_token_ids
     if below_min_tokens(item):
         banned += [*request.eos_token_ids, *request.params.stop_token_ids]
     prompt_len = len(request.prompt_token_ids)

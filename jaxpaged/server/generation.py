@@ -21,6 +21,7 @@ from jaxpaged.server.context import ServerContext
 from jaxpaged.server.logprobs import LogprobWriter
 from jaxpaged.server.protocol import GenerationRequest, StreamOptions, Usage
 from jaxpaged.server.streaming import merge
+from jaxpaged.server.structured import named_as_sent
 from jaxpaged.server.usage import UsageCounter
 
 log = logging.getLogger(__name__)
@@ -104,8 +105,8 @@ async def prepare(
     request_id = f"{kind}-{own_id}"
     requests = []
     for place, prompt in enumerate(prompts):
-        requests.append(
-            await context.engine.prepare(
+        with named_as_sent(body.response_format):
+            prepared = await context.engine.prepare(
                 prompt,
                 params,
                 request_id if len(prompts) == 1 else f"{request_id}-{place}",
@@ -114,7 +115,7 @@ async def prepare(
                 default_max_tokens=default_max_tokens,
                 cache_salt=body.cache_salt,
             )
-        )
+        requests.append(prepared)
         await asyncio.sleep(0)  # the others' tokens don't wait for a large batch
     config = context.config
     if config.enable_log_requests:

@@ -9,23 +9,17 @@ from jaxpaged.engine.errors import BadRequestError
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.server.context import ServerContext
 from jaxpaged.server.protocol import GenerationRequest, SamplingFields
+from jaxpaged.server.structured import structured_outputs
 
 MAX_BIAS = 100.0  # OpenAI's bound of logit_bias; more is cut, as vLLM does
-UNSUPPORTED = (
-    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-)
+OLD_NAMES = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
 def refuse_unsupported(request: GenerationRequest) -> None:
     """Raises BadRequestError for what would be answered wrongly if it were ignored."""
-    for name in UNSUPPORTED:
+    for name in OLD_NAMES:
         if getattr(request, name) is not None:
-            raise BadRequestError(f"{name} is not supported yet", name)
-    wanted = request.response_format
-    if wanted is not None and not (isinstance(wanted, dict) and wanted.get("type") == "text"):
-        raise BadRequestError(
-            "response_format is not supported yet, other than {'type': 'text'}", "response_format"
-        )
+            raise BadRequestError(f"{name} is not supported: use structured_outputs", name)
     if request.stream and request.prompt_logprobs is not None:
         raise BadRequestError("prompt_logprobs are not available in a stream", "prompt_logprobs")
     if request.stream_options is not None and not request.stream:
@@ -33,7 +27,7 @@ def refuse_unsupported(request: GenerationRequest) -> None:
 
 
 def sampling_params(
-    request: SamplingFields, context: ServerContext, **overrides: Any
+    request: GenerationRequest, context: ServerContext, **overrides: Any
 ) -> SamplingParams:
     """The request's own values, else the model's, else vLLM's; `overrides` before all.
 
@@ -49,6 +43,9 @@ def sampling_params(
     }
     if request.logit_bias is not None:
         named["logit_bias"] = _bias(request.logit_bias, context.engine.info.vocab_size)
+    named["structured_outputs"] = structured_outputs(
+        request.response_format, request.structured_outputs
+    )
     values = {**context.engine.sampling_defaults, "max_tokens": None, **named, **overrides}
     try:
         return SamplingParams(**values)
