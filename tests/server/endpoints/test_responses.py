@@ -179,7 +179,7 @@ def test_logprobs(client: openai.OpenAI, streamed: bool):
         ({"background": True}, ["background"]),
         ({"conversation": "c"}, ["conversation"]),
         ({"prompt": {"id": "p"}}, ["prompt"]),
-        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, ["response_format"]),
+        ({"text": {"format": {"type": "yaml"}}}, ["response_format"]),
         ({"text": {"format": 5}}, ["text.format"]),
         ({"n": 2}, ["n must be 1"]),
         ({"max_tokens": 2}, ["max_output_tokens"]),
