@@ -18,16 +18,37 @@ class TurnParam(BaseModel):
     content: Blocks
 
 
+class ToolParam(BaseModel, extra="allow"):
+    """A function on offer."""
+
+    type: str | None = None  # None or custom: the client runs it
+    name: str = Field(min_length=1)
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class ToolChoiceParam(BaseModel):
+    """Whether tools may or must be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class ThinkingParam(BaseModel, extra="allow"):
+    """Whether the model should think first."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+
+
 class MessagesFields(BaseModel):
     """What a message and the count of its tokens have in common."""
 
     messages: list[TurnParam] = Field(min_length=1)
     system: Blocks | None = None
-
-    # Not supported: refused with their names.
-    tools: list[Any] | None = None
-    tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
+    tools: list[ToolParam] | None = None
+    tool_choice: ToolChoiceParam | None = None
+    thinking: ThinkingParam | None = None
 
 
 class MessagesRequest(GenerationRequest, MessagesFields):
@@ -53,6 +74,26 @@ class TextBlock(BaseModel):
     text: str = ""
 
 
+class ThinkingBlock(BaseModel):
+    """What the model thought before its answer."""
+
+    type: Literal["thinking"] = "thinking"
+    thinking: str = ""
+    signature: str = ""
+
+
+class ToolUseBlock(BaseModel):
+    """A call in an answer."""
+
+    type: Literal["tool_use"] = "tool_use"
+    id: str
+    name: str
+    input: dict[str, Any] = {}
+
+
+Block = TextBlock | ThinkingBlock | ToolUseBlock
+
+
 class MessagesUsage(BaseModel):
     """Tokens of a message; those that the cache served are counted apart."""
 
@@ -62,7 +103,7 @@ class MessagesUsage(BaseModel):
     output_tokens: int
 
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence"]
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class MessagesResponse(BaseModel):
@@ -72,7 +113,7 @@ class MessagesResponse(BaseModel):
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     model: str
-    content: list[TextBlock] = []
+    content: list[Block] = []
     stop_reason: StopReason | None = None
     stop_sequence: str | None = None
     usage: MessagesUsage

@@ -5,9 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 from jaxpaged.engine.errors import BadRequestError
+from jaxpaged.server.dialogue import said, tool_result
+from jaxpaged.server.parsing.calls import ToolCall
 from jaxpaged.server.protocol import ChatMessage
 from jaxpaged.server.response_store import ResponseStore
-from jaxpaged.server.responses_protocol import InputItem, ResponsesRequest
+from jaxpaged.server.responses_protocol import (
+    ChosenTool,
+    InputItem,
+    ResponsesRequest,
+    ResponsesTool,
+)
+from jaxpaged.server.tool_protocol import (
+    FunctionDefinition,
+    FunctionName,
+    NamedToolChoice,
+    Tool,
+    ToolChoice,
+)
+from jaxpaged.server.tools import ToolUse, read_tools
+from jaxpaged.server_config import ServerConfig
 
 ROLES = {"developer": "system"}  # what templates call them, where that differs
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -15,10 +31,6 @@ TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal":
 
 def refuse_unsupported_fields(body: ResponsesRequest) -> None:
     """Raises BadRequestError for what would be answered wrongly if it were ignored."""
-    if body.tools and body.tool_choice != "none":
-        raise BadRequestError("tools are not supported yet at /v1/responses", "tools")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise BadRequestError("tool_choice is not supported yet at /v1/responses", "tool_choice")
     if body.truncation not in (None, "disabled"):
         raise BadRequestError(
             "truncation is not supported, other than 'disabled': send a shorter input",
@@ -58,10 +70,44 @@ def conversation(body: ResponsesRequest, store: ResponseStore) -> list[ChatMessa
     return turns
 
 
+def tool_use(body: ResponsesRequest, config: ServerConfig) -> ToolUse:
+    """The tools.
+
+    Raises:
+        BadRequestError: they contradict each other, or the server cannot run or read them.
+    """
+    choice: ToolChoice | None
+    if isinstance(body.tool_choice, ChosenTool):
+        name = FunctionName(name=body.tool_choice.name)
+        choice = NamedToolChoice(type="function", function=name)
+    else:
+        choice = body.tool_choice
+    tools = [_tool(tool) for tool in body.tools or ()]
+    return read_tools(tools, choice, body.parallel_tool_calls, config)
+
+
+def _tool(given: ResponsesTool) -> Tool:
+    if given.type != "function" or not given.name:
+        raise BadRequestError(
+            f"tools holds one of type {given.type!r}, which this server cannot run; only functions "
+            "with names are supported",
+            "tools",
+        )
+    fields = given.model_dump(exclude={"type"}, exclude_none=True)
+    return Tool(type="function", function=FunctionDefinition.model_validate(fields))
+
+
 def _message(item: InputItem) -> ChatMessage:
+    if item.type == "function_call" and item.name is not None:
+        call = ToolCall(item.name, item.arguments or "{}", item.call_id or "")
+        return said("", [call])
+    if item.type == "function_call_output" and item.output is not None:
+        return tool_result(item.call_id or "", _text(item.output))
     if item.type != "message":
         raise BadRequestError(
-            f"the input holds an item of type {item.type!r}; only messages are supported", "input"
+            f"the input holds an item of type {item.type!r}, or one that is incomplete; messages, "
+            "function calls and their outputs are supported",
+            "input",
         )
     if item.role is None or item.content is None:
         raise BadRequestError("a message of the input needs role and content", "input")

@@ -11,11 +11,16 @@ from jaxpaged.server.protocol import GenerationRequest, TokenLogprob, omitted
 
 
 class InputItem(BaseModel, extra="allow"):
-    """A turn of the conversation: a message in its short or its long form."""
+    """A part of the conversation: a message, a call of a function or what that gave."""
 
     type: str = "message"
     role: str | None = None
     content: str | list[dict[str, Any]] | None = None
+    # Of function_call and function_call_output.
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[dict[str, Any]] | None = None
 
 
 class TextFormat(BaseModel, extra="allow"):
@@ -36,6 +41,23 @@ class Reasoning(BaseModel):
 
     effort: str | None = None
     summary: str | None = None  # accepted, unused
+
+
+class ResponsesTool(BaseModel, extra="allow"):
+    """A function on offer."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None  # accepted: what must be called is enforced either way
+
+
+class ChosenTool(BaseModel):
+    """The one function that must be called."""
+
+    type: Literal["function"]
+    name: str
 
 
 class ResponsesRequest(GenerationRequest):
@@ -66,13 +88,13 @@ class ResponsesRequest(GenerationRequest):
     top_logprobs: int | None = Field(None, ge=0)
     chat_template_kwargs: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    tools: list[ResponsesTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     prompt_cache_key: str | None = None  # accepted, unused: every prefix is cached
     safety_identifier: str | None = None  # accepted, unused
     service_tier: str | None = None  # accepted, unused
 
     # Not supported: refused with their names.
-    tools: list[Any] | None = None
-    tool_choice: Any = None
     truncation: str | None = None
     background: bool | None = None
     conversation: Any = None
@@ -88,14 +110,48 @@ class OutputText(BaseModel):
     logprobs: list[TokenLogprob] = []
 
 
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
 class OutputMessage(BaseModel):
     """An answer, whole or in the making."""
 
     id: str
     type: Literal["message"] = "message"
-    status: Literal["in_progress", "completed", "incomplete"] = "in_progress"
+    status: Status = "in_progress"
     role: Literal["assistant"] = "assistant"
     content: list[OutputText] = []
+
+
+class ReasoningText(BaseModel):
+    """What the model thought."""
+
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str = ""
+
+
+class ReasoningItem(BaseModel):
+    """The model's thoughts before its answer."""
+
+    id: str
+    type: Literal["reasoning"] = "reasoning"
+    status: Status = "in_progress"
+    summary: list[Any] = []
+    content: list[ReasoningText] = []
+
+
+class FunctionCallItem(BaseModel):
+    """A call of a function that the client runs."""
+
+    id: str
+    type: Literal["function_call"] = "function_call"
+    status: Status = "in_progress"
+    call_id: str
+    name: str
+    arguments: str = ""
+
+
+OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
 
 
 class InputTokensDetails(BaseModel):
@@ -150,7 +206,7 @@ class ResponsesResponse(BaseModel):
     max_tool_calls: None = None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage] = []
+    output: list[OutputItem] = []
     parallel_tool_calls: bool
     previous_response_id: str | None
     prompt_cache_key: str | None
@@ -160,8 +216,8 @@ class ResponsesResponse(BaseModel):
     store: bool
     temperature: float
     text: TextSettings
-    tool_choice: str = "auto"
-    tools: list[Any] = []
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool = "auto"
+    tools: list[ResponsesTool] = []
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"] = "disabled"

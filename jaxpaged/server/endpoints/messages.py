@@ -12,30 +12,34 @@ from msgspec import json
 
 from jaxpaged.engine.errors import BadRequestError, RequestFailedError
 from jaxpaged.outputs import CompletionOutput
+from jaxpaged.server.answers import plan_answers
 from jaxpaged.server.context import Context, ServerContext
-from jaxpaged.server.dialogue import merged
 from jaxpaged.server.errors import anthropic_error_body
 from jaxpaged.server.generation import Generation, prepare
+from jaxpaged.server.messages_input import template_fields, tool_use
 from jaxpaged.server.messages_protocol import (
     AnthropicErrorResponse,
-    Blocks,
+    Block,
     CountTokensRequest,
     MessagesRequest,
     MessagesResponse,
     MessagesUsage,
     StopReason,
     TextBlock,
+    ThinkingBlock,
     TokenCount,
+    ToolUseBlock,
 )
-from jaxpaged.server.protocol import ChatMessage, ChatTemplateFields
+from jaxpaged.server.parsing.answer import AnswerParser
+from jaxpaged.server.parsing.runs import Change, Run, Runs
 from jaxpaged.server.sampling import refuse_unsupported, sampling_params
 from jaxpaged.server.streaming import STREAMED, event, respond
-from jaxpaged.server.templating import chat_token_ids
+from jaxpaged.server.templating import chat_prompt, content_text
+from jaxpaged.server.tools import named_as_tools
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     code: {"model": AnthropicErrorResponse} for code in (400, 401, 404, 413, 500, 503)
 }
-THOUGHTS = ("thinking", "redacted_thinking")  # blocks of earlier turns that no template wants
 
 router = APIRouter(tags=["Anthropic"], responses=ERRORS)
 
@@ -52,7 +56,9 @@ async def create_message(body: MessagesRequest, request: Request, context: Conte
 async def count_tokens(body: CountTokensRequest, context: Context) -> TokenCount:
     """How many tokens the input of such a message would have."""
     context.check_model(body.model)
-    return TokenCount(input_tokens=len(await _token_ids(body, context)))
+    template = template_fields(body, body.chat_template_kwargs, context)
+    prompt = await chat_prompt(template, context, tool_use(body, context).offered)
+    return TokenCount(input_tokens=len(prompt.token_ids))
 
 
 async def _prepare(request: Request, context: ServerContext, body: MessagesRequest) -> _Answering:
@@ -61,57 +67,29 @@ async def _prepare(request: Request, context: ServerContext, body: MessagesReque
         raise BadRequestError("a message has one answer: n must be 1", "n")
     if body.prompt_logprobs is not None:
         raise BadRequestError("prompt_logprobs are not told at /v1/messages", "prompt_logprobs")
-    overrides = {} if body.stop_sequences is None else {"stop": body.stop_sequences}
+    tools = tool_use(body, context)
+    overrides: dict[str, Any] = {**tools.overrides}
+    if body.stop_sequences is not None:
+        overrides["stop"] = body.stop_sequences
     params = sampling_params(body, context, **overrides)
-    generation = await prepare(
-        request,
-        context,
-        body,
-        [await _token_ids(body, context)],
-        params,
-        kind="msg",
-        add_special_tokens=False,  # they are ids already
-        default_max_tokens=None,
-        shown_logprobs=None,
-    )
-    return _Answering(generation)
-
-
-async def _token_ids(
-    body: MessagesRequest | CountTokensRequest, context: ServerContext
-) -> list[int]:
-    """The prompt. A conversation that ends with the assistant's turn has its answer begun."""
-    if body.tools and (body.tool_choice or {}).get("type") != "none":
-        raise BadRequestError("tools are not supported yet at /v1/messages", "tools")
-    if (body.thinking or {}).get("type", "disabled") != "disabled":
-        raise BadRequestError("thinking is not supported yet at /v1/messages", "thinking")
-    turns = [ChatMessage(role=turn.role, content=_text(turn.content)) for turn in body.messages]
-    system = _text(body.system or "")
-    if system:
-        turns.insert(0, ChatMessage(role="system", content=system))
-    template = ChatTemplateFields(
-        messages=merged(turns),
-        continue_final_message=turns[-1].role == "assistant",
-        chat_template_kwargs=body.chat_template_kwargs,
-    )
-    return await chat_token_ids(template, context)
-
-
-def _text(content: Blocks) -> str:
-    if isinstance(content, str):
-        return content
-    texts = []
-    for block in content:
-        kind = block.get("type")
-        if kind in THOUGHTS:
-            continue
-        if kind != "text" or not isinstance(block.get("text"), str):
-            raise BadRequestError(
-                f"the input has a content block of type {kind!r}; only text is supported",
-                "messages",
-            )
-        texts.append(block["text"])
-    return "\n".join(texts)
+    template = template_fields(body, body.chat_template_kwargs, context)
+    prompt = await chat_prompt(template, context, tools.offered)
+    last = template.messages[-1]
+    continued = content_text(last) if template.continue_final_message else None
+    plan = plan_answers(context, params, tools, prompt.text, continued)
+    with named_as_tools(tools):
+        generation = await prepare(
+            request,
+            context,
+            body,
+            [prompt.token_ids],
+            plan.params,
+            kind="msg",
+            add_special_tokens=False,  # they are ids already
+            default_max_tokens=None,
+            shown_logprobs=None,
+        )
+    return _Answering(generation, plan.parser())
 
 
 def _event(kind: str, **content: Any) -> str:
@@ -125,16 +103,20 @@ def _failed(code: int, message: str, param: str | None) -> str:
 @dataclass
 class _Answering:
     generation: Generation
+    parser: AnswerParser
+    runs: Runs = field(default_factory=Runs)
     id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
 
     async def response(self) -> MessagesResponse:
         (output,) = await self.generation.collect()
         (choice,) = output.outputs
-        reason, sequence = _stop(choice)
+        for _ in self.runs.feed(self.parser.feed(choice.text, final=True)):
+            pass
+        reason, sequence = self._stop(choice)
         return MessagesResponse(
             id=self.id,
             model=self.generation.context.model_name,
-            content=[TextBlock(text=choice.text)] if choice.text else [],
+            content=[_block(run) for run in self.runs.runs],
             stop_reason=reason,
             stop_sequence=sequence,
             usage=self._usage(),
@@ -150,20 +132,35 @@ class _Answering:
                     id=self.id, model=self.generation.context.model_name, usage=self._usage()
                 )
                 yield _event("message_start", message=message.model_dump())
-                yield _event("content_block_start", index=0, content_block=TextBlock().model_dump())
                 yield _event("ping")
-            if fresh.text:
-                delta = {"type": "text_delta", "text": fresh.text}
-                yield _event("content_block_delta", index=0, delta=delta)
+            for change in self.runs.feed(self.parser.feed(fresh.text, final=fresh.finished)):
+                yield _change_event(change)
             if fresh.finished:
-                reason, sequence = _stop(fresh)
-                yield _event("content_block_stop", index=0)
+                reason, sequence = self._stop(fresh)
+                for change in self.runs.close():
+                    yield _change_event(change)
                 yield _event(
                     "message_delta",
                     delta={"stop_reason": reason, "stop_sequence": sequence},
                     usage=self._usage().model_dump(),
                 )
                 yield _event("message_stop")
+
+    def _stop(self, choice: CompletionOutput) -> tuple[StopReason, str | None]:
+        """Why a choice ended, in Anthropic's words, and the stop sequence that ended it.
+
+        Raises:
+            RequestFailedError: it was aborted, for which there is no word.
+        """
+        if choice.finish_reason == "length":
+            return "max_tokens", None
+        if choice.finish_reason != "stop":
+            raise RequestFailedError("the server is shutting down", 503)
+        if self.parser.num_calls:
+            return "tool_use", None
+        if isinstance(choice.stop_reason, str):
+            return "stop_sequence", choice.stop_reason
+        return "end_turn", None
 
     def _usage(self) -> MessagesUsage:
         """So far; cached tokens are told apart only where the server tells of them at all."""
@@ -177,16 +174,31 @@ class _Answering:
         )
 
 
-def _stop(choice: CompletionOutput) -> tuple[StopReason, str | None]:
-    """Why a choice ended, in Anthropic's words, and the stop sequence that ended it.
+def _change_event(change: Change) -> str:
+    run, index = change.run, change.place
+    if change.what == "end":
+        return _event("content_block_stop", index=index)
+    if change.what == "add":
+        kind, name = (
+            ("text_delta", "text") if run.kind == "content" else ("thinking_delta", "thinking")
+        )
+        return _event("content_block_delta", index=index, delta={"type": kind, name: change.text})
+    begun = _event("content_block_start", index=index, content_block=_empty(run).model_dump())
+    if run.call is None:
+        return begun
+    delta = {"type": "input_json_delta", "partial_json": run.call.arguments}
+    return begun + _event("content_block_delta", index=index, delta=delta)
 
-    Raises:
-        RequestFailedError: it was aborted, for which there is no word.
-    """
-    if choice.finish_reason == "length":
-        return "max_tokens", None
-    if choice.finish_reason != "stop":
-        raise RequestFailedError("the server is shutting down", 503)
-    if isinstance(choice.stop_reason, str):
-        return "stop_sequence", choice.stop_reason
-    return "end_turn", None
+
+def _empty(run: Run) -> Block:
+    if run.call is not None:
+        return ToolUseBlock(id=run.call.id, name=run.call.name)
+    return TextBlock() if run.kind == "content" else ThinkingBlock()
+
+
+def _block(run: Run) -> Block:
+    if run.call is not None:
+        return ToolUseBlock(
+            id=run.call.id, name=run.call.name, input=json.decode(run.call.arguments)
+        )
+    return TextBlock(text=run.text) if run.kind == "content" else ThinkingBlock(thinking=run.text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,19 +14,21 @@ from msgspec import json
 from jaxpaged.engine.errors import BadRequestError
 from jaxpaged.outputs import CompletionOutput
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.server.answers import plan_answers
 from jaxpaged.server.context import Context, ServerContext
-from jaxpaged.server.dialogue import merged
+from jaxpaged.server.dialogue import merged, said
 from jaxpaged.server.errors import NotFoundError
 from jaxpaged.server.generation import Generation, prepare
+from jaxpaged.server.parsing.answer import AnswerParser
 from jaxpaged.server.protocol import ChatMessage, ChatTemplateFields, TokenLogprob
 from jaxpaged.server.response_store import StoredResponse
-from jaxpaged.server.responses_input import conversation, refuse_unsupported_fields
+from jaxpaged.server.responses_input import conversation, refuse_unsupported_fields, tool_use
+from jaxpaged.server.responses_output import Event, OutputItems, plain
 from jaxpaged.server.responses_protocol import (
     DeletedResponse,
     IncompleteDetails,
     InputTokensDetails,
-    OutputMessage,
-    OutputText,
+    OutputTokensDetails,
     Reasoning,
     ResponsesError,
     ResponsesRequest,
@@ -36,12 +38,12 @@ from jaxpaged.server.responses_protocol import (
 )
 from jaxpaged.server.sampling import refuse_unsupported, sampling_params
 from jaxpaged.server.streaming import STREAMED, event, respond
-from jaxpaged.server.templating import chat_token_ids
+from jaxpaged.server.templating import chat_prompt
+from jaxpaged.server.tools import named_as_tools
 
 router = APIRouter(tags=["OpenAI"])
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`
-PLACE = {"output_index": 0, "content_index": 0}  # there is one answer, of one part
 
 
 @router.post("/v1/responses", response_model=ResponsesResponse, responses=STREAMED)
@@ -80,28 +82,33 @@ def _stored(context: ServerContext, response_id: str) -> StoredResponse:
 async def _prepare(request: Request, context: ServerContext, body: ResponsesRequest) -> _Answering:
     refuse_unsupported_fields(body)
     refuse_unsupported(body)
+    tools = tool_use(body, context.config)
     shown = body.top_logprobs or 0 if LOGPROBS in (body.include or ()) else None
-    params = sampling_params(body, context, max_tokens=body.max_output_tokens, logprobs=shown)
+    overrides = {"max_tokens": body.max_output_tokens, "logprobs": shown, **tools.overrides}
+    params = sampling_params(body, context, **overrides)
     turns = conversation(body, context.responses)
     system = [ChatMessage(role="system", content=body.instructions)] if body.instructions else []
     kwargs = {**(body.chat_template_kwargs or {})}
     if body.reasoning is not None and body.reasoning.effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning.effort)
     template = ChatTemplateFields(messages=merged([*system, *turns]), chat_template_kwargs=kwargs)
-    generation = await prepare(
-        request,
-        context,
-        body,
-        [await chat_token_ids(template, context)],
-        params,
-        kind="resp",
-        add_special_tokens=False,  # they are ids already
-        default_max_tokens=context.engine.sampling_defaults.get("max_tokens"),
-        shown_logprobs=shown,
-    )
+    prompt = await chat_prompt(template, context, tools.offered)
+    plan = plan_answers(context, params, tools, prompt.text)
+    with named_as_tools(tools):
+        generation = await prepare(
+            request,
+            context,
+            body,
+            [prompt.token_ids],
+            plan.params,
+            kind="resp",
+            add_special_tokens=False,  # they are ids already
+            default_max_tokens=context.engine.sampling_defaults.get("max_tokens"),
+            shown_logprobs=shown,
+        )
     answer = _begin(body, params, context)
-    json.encode(_plain(answer))  # what cannot be echoed is refused now
-    return _Answering(generation, body, turns, answer)
+    json.encode(plain(answer))  # what cannot be echoed is refused now
+    return _Answering(generation, plan.parser(), turns, answer)
 
 
 def _begin(
@@ -123,6 +130,8 @@ def _begin(
         store=body.store is not False,
         temperature=params.temperature,
         text=body.text or TextSettings(),
+        tool_choice=body.tool_choice or "auto",
+        tools=body.tools or [],
         top_logprobs=body.top_logprobs or 0,
         top_p=params.top_p,
         user=body.user,
@@ -132,63 +141,59 @@ def _begin(
 @dataclass
 class _Answering:
     generation: Generation
-    body: ResponsesRequest
+    parser: AnswerParser
     turns: list[ChatMessage]  # the conversation so far, instructions left out
     answer: ResponsesResponse
-    item: OutputMessage = field(default_factory=lambda: OutputMessage(id=f"msg_{uuid.uuid4().hex}"))
+    items: OutputItems = field(default_factory=OutputItems)
+    pending: list[TokenLogprob] = field(default_factory=list)  # of text that is held back
     _sequence_number: int = 0
 
     async def response(self) -> ResponsesResponse:
         (output,) = await self.generation.collect()
         (choice,) = output.outputs
-        part = OutputText(text=choice.text, logprobs=self._logprobs(choice))
-        self._finish(part, choice.finish_reason)
+        for _ in self._told(choice):
+            pass
+        self._finish(choice.finish_reason)
         return self.answer
 
     async def events(self) -> AsyncGenerator[str, None]:
-        part = OutputText()
-        place = {"item_id": self.item.id, **PLACE}
         finish_reason = None
         async for _, output in self.generation.stream():
             if self._sequence_number == 0:
-                yield self._response_event("created")
-                yield self._response_event("in_progress")
-                yield self._event("output_item.added", output_index=0, item=_plain(self.item))
-                yield self._event("content_part.added", **place, part=_plain(part))
+                yield self._event("created", response=plain(self.answer))
+                yield self._event("in_progress", response=plain(self.answer))
             (fresh,) = output.outputs
-            logprobs = self._logprobs(fresh)
-            part.text += fresh.text
-            part.logprobs.extend(logprobs)
             finish_reason = fresh.finish_reason
-            if fresh.text or logprobs:
-                yield self._event(
-                    "output_text.delta",
-                    **place,
-                    delta=fresh.text,
-                    logprobs=[_plain(entry) for entry in logprobs],
-                )
-        self._finish(part, finish_reason)
-        done = _plain(part)
-        yield self._event("output_text.done", **place, text=part.text, logprobs=done["logprobs"])
-        yield self._event("content_part.done", **place, part=done)
-        yield self._event("output_item.done", output_index=0, item=_plain(self.item))
+            for name, content in self._told(fresh):
+                yield self._event(name, **content)
+        self._finish(finish_reason)
         # "cancelled" has no event of its own.
-        status = self.answer.status
-        yield self._response_event("completed" if status == "completed" else "incomplete")
+        name = "completed" if self.answer.status == "completed" else "incomplete"
+        yield self._event(name, response=plain(self.answer))
 
     def failed(self, code: int, message: str, param: str | None) -> str:
         """The last event of a stream that cannot go on."""
         self.answer.status = "failed"
         kind = "server_error" if code >= 500 else "invalid_prompt"
         self.answer.error = ResponsesError(code=kind, message=message)
-        return self._response_event("failed")
+        return self._event("failed", response=plain(self.answer))
 
-    def _finish(self, part: OutputText, reason: str | None) -> None:
+    def _told(self, choice: CompletionOutput) -> Iterator[Event]:
+        """What is new of the answer."""
+        writer = self.generation.writer
+        if writer is not None:
+            self.pending += writer.chat(choice.token_ids, choice.logprobs or []).content
+        parts = self.parser.feed(choice.text, final=choice.finished)
+        if parts.content or parts.reasoning or parts.calls:
+            logprobs, self.pending = self.pending, []
+            yield from self.items.feed(parts, logprobs)
+        if choice.finished:
+            yield from self.items.close(self.pending, complete=choice.finish_reason == "stop")
+
+    def _finish(self, reason: str | None) -> None:
         """Complete the response and store it."""
-        answer, counter = self.answer, self.generation.counter
-        self.item.content = [part]
-        self.item.status = "completed" if reason == "stop" else "incomplete"
-        answer.output = [self.item]
+        context, answer, counter = self.generation.context, self.answer, self.generation.counter
+        answer.output = self.items.items
         answer.completed_at = int(time.time())
         if reason == "stop":
             answer.status = "completed"
@@ -197,32 +202,21 @@ class _Answering:
             answer.incomplete_details = IncompleteDetails(reason="max_output_tokens")
         else:
             answer.status = "cancelled"  # the server is shutting down
-        usage = counter.usage()
+        usage, thoughts = counter.usage(), self.items.reasoning
+        reasoning_tokens = len(context.tokenizer.encode(thoughts, False)) if thoughts else 0
         answer.usage = ResponsesUsage(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=InputTokensDetails(cached_tokens=counter.cached_tokens),
             output_tokens=usage.completion_tokens,
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=reasoning_tokens),
             total_tokens=usage.total_tokens,
         )
         if answer.store:
-            said = ChatMessage(role="assistant", content=part.text)
-            self.generation.context.responses.put(StoredResponse(answer, [*self.turns, said]))
+            turns = [*self.turns, said(self.items.text, self.items.calls)]
+            context.responses.put(StoredResponse(answer, turns))
 
     def _event(self, name: str, **content: Any) -> str:
         name = f"response.{name}"
-        said = {"type": name, "sequence_number": self._sequence_number, **content}
+        told = {"type": name, "sequence_number": self._sequence_number, **content}
         self._sequence_number += 1
-        return event(json.encode(said).decode(), name)
-
-    def _response_event(self, name: str) -> str:
-        return self._event(name, response=_plain(self.answer))
-
-    def _logprobs(self, choice: CompletionOutput) -> list[TokenLogprob]:
-        writer = self.generation.writer
-        if writer is None:
-            return []
-        return writer.chat(choice.token_ids, choice.logprobs or []).content
-
-
-def _plain(model: Any) -> dict[str, Any]:
-    return model.model_dump(mode="json")
+        return event(json.encode(told).decode(), name)
