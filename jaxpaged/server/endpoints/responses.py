@@ -215,7 +215,7 @@ class _Answering:
             turns = [*self.turns, said(self.items.text, self.items.calls)]
             context.responses.put(StoredResponse(answer, turns))
 
-    def _event(self, name: str, **content: Any) -> str:
+    def _event(self, name: str, /, **content: Any) -> str:
         name = f"response.{name}"
         told = {"type": name, "sequence_number": self._sequence_number, **content}
         self._sequence_number += 1
