@@ -166,7 +166,7 @@ def test_logprobs(client: openai.OpenAI, streamed: bool):
     [
         ({"input": []}, ["input", "empty"]),
         ({"input": None}, ["input"]),
-        ({"input": [{"type": "function_call_output", "output": "1"}]}, ["function_call_output"]),
+        ({"input": [{"type": "function_call_output"}]}, ["function_call_output"]),
         ({"input": [{"role": "user"}]}, ["content"]),
         ({"input": [{"content": "x"}]}, ["role"]),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, ["input_image"]),
