@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -22,8 +21,6 @@ from jaxpaged.server.logprobs import LogprobWriter
 from jaxpaged.server.protocol import GenerationRequest, StreamOptions, Usage
 from jaxpaged.server.streaming import merge
 from jaxpaged.server.usage import UsageCounter
-
-log = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 4096  # prompts x n of one HTTP request
 
@@ -117,9 +114,6 @@ async def prepare(
         )
         await asyncio.sleep(0)  # the others' tokens don't wait for a large batch
     config = context.config
-    if config.enable_log_requests:
-        tokens = [len(item.prompt_token_ids) for item in requests]
-        log.info("%s: prompt tokens %s, %s", request_id, tokens, requests[0].params)
     as_ids = body.return_tokens_as_token_ids
     return Generation(
         request_id,
