@@ -34,7 +34,7 @@ class ServerConfig:
     api_key: tuple[str, ...] = setting(
         (),
         "keys of which clients must send one as a bearer token or in X-Api-Key, on every route but "
-        "/health and /ping (environment: JAXPAGED_API_KEY)",
+        "/health, /ping and the page's files (environment: JAXPAGED_API_KEY)",
         metavar="KEY",
     )
     allowed_origins: tuple[str, ...] = setting(
@@ -72,8 +72,6 @@ class ServerConfig:
         False, "tell in usage how many prompt tokens the prefix cache served"
     )
     enable_request_id_headers: bool = setting(False, "echo X-Request-Id, or make one up")
-    enable_log_requests: bool = setting(False, "log each request")
-    disable_log_stats: bool = setting(False, "don't log throughput and load")
     enable_admin: bool = setting(
         False, "routes that change the engine or tell of it: profiles, prefix cache, settings"
     )
@@ -81,6 +79,18 @@ class ServerConfig:
         None,
         "where /start_profile writes its traces (default: in the user's cache folder)",
         metavar="FOLDER",
+    )
+    enable_log_requests: bool = setting(
+        False, "log a line for each request: id, tokens, times, how it ended; never its texts"
+    )
+    disable_log_stats: bool = setting(
+        False, "don't log throughput and load every ten seconds while there is any"
+    )
+    otlp_traces_endpoint: str | None = setting(
+        None,
+        "send an OpenTelemetry span for each request there (OTLP over HTTP, port 4318 of most "
+        "collectors); needs the extra otel",
+        metavar="URL",
     )
     metrics_prefix: str = setting(
         "jaxpaged", "what metric names begin with; vllm suits boards made for it"
@@ -95,6 +105,13 @@ class ServerConfig:
         require(self, "max_request_bytes", self.max_request_bytes >= 1, "at least 1")
         require(self, "shutdown_timeout", 0 <= self.shutdown_timeout <= 86400, "0 to 86400")
         require(self, "uvicorn_log_level", self.uvicorn_log_level in LOG_LEVELS, "a log level")
+        endpoint = self.otlp_traces_endpoint
+        require(
+            self,
+            "otlp_traces_endpoint",
+            endpoint is None or re.match(r"https?://[^/]", endpoint) is not None,
+            "a URL that begins with http:// or https://",
+        )
         require(self, "api_key", all(self.api_key), "non-empty", secret=True)
         require(
             self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -267,6 +268,26 @@ def test_a_client_that_goes_away_is_aborted(serving: Serving) -> None:
         assert time.monotonic() < deadline, "still running two seconds after the client left"
         time.sleep(0.05)
     assert "Traceback" not in serving.text
+
+
+def test_the_page_pool_is_on_show(serving: Serving) -> None:
+    def state() -> dict:
+        return httpx.get(serving.url + "/engine_state").json()
+
+    assert state()["pool"]["sequences"] == []
+    stream = serving.client.completions.create(
+        model="demo", prompt="Once", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    )
+    answer_id = next(iter(stream)).id
+    while not (running := state())["pool"]["sequences"]:  # a picture serves for a while
+        time.sleep(0.05)
+    (owner,) = running["pool"]["sequences"]
+    assert owner["request_id"].startswith(answer_id)
+    assert len(owner["table"]) == owner["num_pages"] >= 1
+    cells = base64.b64decode(running["pool"]["cells"])
+    drawn = [page for page in owner["table"] if (page - 1) % running["pool"]["stride"] == 0]
+    assert [cells[(page - 1) // running["pool"]["stride"]] for page in drawn] == [4] * len(drawn)
+    stream.close()
 
 
 def test_bad_requests_leave_a_server_that_serves(serving: Serving) -> None:

@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,12 @@ from jaxpaged.engine.messages import (
     CommandDone,
     EngineInfo,
     EngineStats,
+    PoolSnapshot,
     SequenceOutput,
 )
 from jaxpaged.engine.metrics import Metrics, RequestTimes
 from jaxpaged.engine.output_processor import OutputProcessor
+from jaxpaged.engine.pool_watch import PoolWatch
 from jaxpaged.engine.tokenizer import Tokenizer, generation_defaults
 from jaxpaged.outputs import RequestOutput
 from jaxpaged.sampling_params import SamplingParams
@@ -41,12 +43,18 @@ LONG_TEXT = 20_000  # characters beyond which a text is tokenized in a thread
 STATS_SECONDS = 10.0  # between two lines of statistics in the log
 
 
+# Called as a request begins, in the context of who began it; what it returns is called with the
+# reason when the request has ended.
+Observer = Callable[[RequestTimes], Callable[[str], None]]
+
+
 @dataclass
 class _Flight:
     """A request that somebody waits for."""
 
     times: RequestTimes
     delta: bool
+    tell_end: list[Callable[[str], None]]
     queue: asyncio.Queue[RequestOutput | RequestFailedError] = field(default_factory=asyncio.Queue)
 
 
@@ -59,6 +67,7 @@ class AsyncLLM:
         model_name: label of the metrics.
         metrics_prefix: what the metrics' names begin with.
         log_stats: log throughput and load every ten seconds in which there was any.
+        observers: are told of each request's begin and end.
     """
 
     def __init__(
@@ -69,6 +78,7 @@ class AsyncLLM:
         model_name: str = "demo",
         metrics_prefix: str = "jaxpaged",
         log_stats: bool = False,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self.config = config
         self.tokenizer: Tokenizer | None = None
@@ -76,8 +86,10 @@ class AsyncLLM:
         self.stats = EngineStats()
         self.dead: EngineDeadError | None = None
         self._core = CoreClient(core_command)
+        self._pool_watch = PoolWatch(self._core.send)
         self._labels = (model_name, metrics_prefix)
         self._log_stats = log_stats
+        self._observers = observers
         self._flights: dict[str, _Flight] = {}  # by the engine's id
         self._arrivals = itertools.count()
         self._commands: dict[int, asyncio.Future[CommandDone]] = {}  # by number, unanswered
@@ -168,9 +180,10 @@ class AsyncLLM:
         # The engine knows it by an id of its own: late news of a request that had the same id,
         # and was aborted, must not reach this one.
         given_id = request.request_id
+        times = RequestTimes(request)
         request_id = f"{given_id}-{next(self._arrivals)}"
         request = msgspec.structs.replace(request, request_id=request_id)
-        flight = _Flight(RequestTimes(request), delta)
+        flight = _Flight(times, delta, [observe(times) for observe in self._observers])
         self._flights[request_id] = flight
         self._outputs.add(request, prompt, delta=delta)
         try:
@@ -232,6 +245,16 @@ class AsyncLLM:
         """Requests that somebody waits for."""
         return len(self._flights)
 
+    async def pool(self) -> PoolSnapshot | None:
+        """A picture of the page pool, some tenths of a second old.
+
+        Raises:
+            EngineDeadError: there is no pool any more.
+        """
+        if self.dead is not None:
+            raise self.dead
+        return await self._pool_watch.look()
+
     async def wait_dead(self) -> None:
         """Return when the core has died."""
         await self._died.wait()
@@ -252,7 +275,7 @@ class AsyncLLM:
         self._outputs.abort(request_id)
         if self.dead is None:
             self._core.send(AbortRequests([request_id]))
-        self.metrics.finish(flight.times, "error" if self.dead else "abort")
+        self._tell_end(flight, "error" if self.dead else "abort")
 
     def _load_tokenizer(self, folder: Path) -> Tokenizer:
         if self.config.tokenizer is None:
@@ -268,6 +291,7 @@ class AsyncLLM:
                     continue
                 self.stats = message.stats
                 self.metrics.step(message.stats)
+                self._pool_watch.take(message.pool)
                 now = time.time()
                 for news in message.outputs:
                     self._take(news, now)
@@ -312,7 +336,12 @@ class AsyncLLM:
             flight.queue.put_nowait(output)
 
     def _end(self, request_id: str, reason: str) -> None:
-        self.metrics.finish(self._flights.pop(request_id).times, reason)
+        self._tell_end(self._flights.pop(request_id), reason)
+
+    def _tell_end(self, flight: _Flight, reason: str) -> None:
+        self.metrics.finish(flight.times, reason)
+        for tell in flight.tell_end:
+            tell(reason)
 
     def _die(self, error: EngineDeadError) -> None:
         self.dead = error

@@ -13,6 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 import numpy as np
 
 from jaxpaged.config import EngineConfig
+from jaxpaged.core import pool_picture
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import QueueFullError, Scheduler, SchedulerConfig, SchedulerOutput
 from jaxpaged.core.sequence import SequenceState
@@ -23,6 +24,8 @@ from jaxpaged.engine.messages import (
     CommandDone,
     EngineInfo,
     EngineStats,
+    PageOwner,
+    PoolSnapshot,
     SequenceOutput,
     TokenLogprobs,
 )
@@ -320,6 +323,15 @@ class EngineCore:
         self._iteration_tokens = self._bucket_tokens = 0
         self._step_seconds = self._host_gap = 0.0
         return stats
+
+    def pool(self) -> PoolSnapshot:
+        """A picture of the page pool."""
+        picture = pool_picture.draw(self._scheduler.pages.pool, self._scheduler.sequences)
+        owners = [
+            PageOwner(owner.request_id, owner.index, owner.num_tokens, owner.num_pages, owner.table)
+            for owner in picture.owners
+        ]
+        return PoolSnapshot(picture.stride, picture.cells, owners)
 
 
 def _logprobs(result: StepResult, row: int, token_id: int, count: int | None) -> TokenLogprobs:

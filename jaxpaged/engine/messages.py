@@ -47,11 +47,15 @@ class Command(msgspec.Struct, tag=True):
     argument: str | None = None  # of start_profile: the folder
 
 
+class AskPool(msgspec.Struct, tag=True):
+    """Somebody looks at the pool: a later `StepOutputs` is to bring a picture of it."""
+
+
 class Shutdown(msgspec.Struct, tag=True):
     """End the process."""
 
 
-FrontMessage = AddRequest | AbortRequests | FinishSequence | Command | Shutdown
+FrontMessage = AddRequest | AbortRequests | FinishSequence | Command | AskPool | Shutdown
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
@@ -99,11 +103,34 @@ class EngineStats(msgspec.Struct, kw_only=True):
     host_gap_seconds: float = 0.0  # time the device waited for the host before the last step
 
 
+class PageOwner(msgspec.Struct, array_like=True):
+    """A sequence that holds pages."""
+
+    request_id: str
+    index: int  # choice
+    num_tokens: int
+    num_pages: int
+    table: list[int]  # its first pages in order, of the first KV group; for the newest owners
+
+
+class PoolSnapshot(msgspec.Struct):
+    """A picture of the pool: every `stride`-th page, from page 1 on, a byte each.
+
+    A page is free (0), free but cached (1), held by several sequences (2), held by one that is
+    not named (3) or by `owners[byte - 4]`.
+    """
+
+    stride: int
+    cells: bytes
+    owners: list[PageOwner]
+
+
 class StepOutputs(msgspec.Struct, tag=True):
     """What a step brought; sent without outputs when only the stats changed."""
 
     outputs: list[SequenceOutput]
     stats: EngineStats
+    pool: PoolSnapshot | None = None  # some time after `AskPool`
 
 
 class EngineInfo(msgspec.Struct, tag=True, kw_only=True):

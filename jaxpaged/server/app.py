@@ -13,9 +13,11 @@ from jaxpaged.server.endpoints import (
     chat,
     completions,
     embeddings,
+    engine_state,
     health,
     messages,
     models,
+    page,
     responses,
     tokens,
 )
@@ -25,6 +27,7 @@ from jaxpaged.server.middleware import (
     RequestIdMiddleware,
 )
 from jaxpaged.server.protocol import ErrorResponse
+from jaxpaged.server.tracing import TraceContextMiddleware
 
 ROUTERS = (
     chat.router,
@@ -35,6 +38,8 @@ ROUTERS = (
     models.router,
     tokens.router,
     health.router,
+    engine_state.router,
+    page.router,
 )
 
 
@@ -55,6 +60,8 @@ def create_app(context: ServerContext) -> FastAPI:
     errors.install(app)
     # The last one added is the outermost: a preflight request of CORS carries no key.
     app.add_middleware(BodyLimitMiddleware, limit=config.max_request_bytes)
+    if config.otlp_traces_endpoint is not None:
+        app.add_middleware(TraceContextMiddleware)
     if config.api_key:
         app.add_middleware(ApiKeyMiddleware, keys=config.api_key)
     if config.enable_request_id_headers:

@@ -53,6 +53,8 @@ class ClientGoneError(Exception):
 def error_body(code: int, message: str, param: str | None = None) -> str:
     """JSON of an error."""
     kind = TYPES.get(code, "APIError")
+    # A message may quote the request, and so half of a surrogate pair, which no JSON can hold.
+    message = message.encode("utf-8", "backslashreplace").decode()
     info = ErrorInfo(message=message, type=kind, param=param, code=code)
     return ErrorResponse(error=info).model_dump_json()
 

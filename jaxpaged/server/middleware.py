@@ -11,9 +11,11 @@ from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxpaged.server.endpoints.page import FILES
 from jaxpaged.server.errors import error_response, route_path
 
-OPEN_PATHS = ("/health", "/ping")  # liveness probes carry no key
+# Liveness probes carry no key; the page's files hold no data, and its calls carry the key.
+OPEN_PATHS = ("/health", "/ping", *FILES)
 
 
 class ApiKeyMiddleware:

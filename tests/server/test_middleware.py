@@ -90,7 +90,7 @@ def test_request_ids_come_back(guarded: Server):
     headers = {**KEY, "X-Request-Id": "mine"}
     answer = httpx.post(guarded.url + "/v1/completions", json=body, headers=headers)
     assert answer.json()["id"] == "cmpl-mine"
-    eventually(lambda: any("cmpl-mine: prompt tokens [1]" in line for line in guarded.lines))
+    eventually(lambda: any('"request_id":"cmpl-mine"' in line for line in guarded.lines))
 
 
 def test_origins(guarded: Server):

@@ -14,7 +14,7 @@ from fastapi import APIRouter
 import jaxpaged
 from jaxpaged.server.context import Context
 
-SECRETS = ("api_key", "ssl_keyfile")
+SECRETS = ("api_key", "ssl_keyfile", "otlp_traces_endpoint")  # a URL may hold a password
 
 router = APIRouter(tags=["admin"])
 
