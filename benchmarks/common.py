@@ -110,6 +110,13 @@ def card() -> str | None:
     return names.splitlines()[0]
 
 
+def seconds_since_start() -> float:
+    """Age of this process: its imports, too, are part of a start-up."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    uptime = float(Path("/proc/uptime").read_text().split()[0])
+    return uptime - ticks / os.sysconf("SC_CLK_TCK")
+
+
 def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []

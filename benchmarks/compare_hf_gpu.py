@@ -57,7 +57,14 @@ def ours(args: argparse.Namespace, lengths: Sequence[Lengths], num_single: int) 
     """Seconds of `LLM.generate` for all requests at once, and one by one for a part of them."""
     rng = np.random.default_rng(args.seed)
     with model_settings(args.model) as settings:
-        llm = LLM(**settings, skip_tokenizer_init=True, dtype=args.dtype, max_model_len=MAX_TOTAL)
+        llm = LLM(
+            **settings,
+            skip_tokenizer_init=True,
+            dtype=args.dtype,
+            max_model_len=MAX_TOTAL,
+            max_num_batched_tokens=8192,
+            compile_cache_dir=args.compile_cache_dir,
+        )
         generate(llm, lengths, rng)
         runs = [generate(llm, lengths, rng) for _ in range(args.repeats)]
         by_output = sorted(lengths, key=lambda item: item.output)
@@ -86,6 +93,7 @@ def main() -> None:
     )
     parser.add_argument("--hf-device", default="cuda", help="torch's name of it")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--compile-cache-dir")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--name", help="of the file in benchmarks/results")

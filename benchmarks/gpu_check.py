@@ -26,7 +26,6 @@ FILES = (
     "decode_latency_qwen3-0.6b",
     "offline_throughput_qwen2.5-7b_fixed",
     "offline_throughput_qwen3-0.6b_fixed",
-    "startup_qwen2.5-7b",
     "profile_step_qwen3-0.6b",
     "compare_hf_gpu_qwen2.5-7b",
 )
@@ -89,11 +88,14 @@ def targets() -> Iterator[Target]:
             at_least=True,
             vllm=vllm,
         )
-    for start, bound, vllm in (("cold", 60, "90"), ("warm", 20, "")):
+    for start, file, bound, vllm in (
+        ("first", "decode_latency_qwen2.5-7b", 60, "90"),
+        ("second", "offline_throughput_qwen2.5-7b_fixed", 20, ""),
+    ):
         yield Target(
             f"qwen2.5-7b, {start} start until ready, s",
-            "startup_qwen2.5-7b",
-            lambda r, start=start: find(r["rows"], "until ready", start=start),  # type: ignore[misc]
+            file,
+            lambda r: r["ready_seconds"],
             bound,
             vllm=vllm,
         )
@@ -119,7 +121,7 @@ def targets() -> Iterator[Target]:
     yield Target(
         "top-k/top-p sampling, batch 256, vocabulary 152k, ms",
         "sampling",
-        lambda r: find(r["rows"], "ms", rows=256, variant="filtered"),
+        lambda r: r["microseconds"]["256"]["peaked"]["top_k 50, top_p 0.95"] / 1e3,
         0.5,
     )
     yield Target(
@@ -140,8 +142,11 @@ def targets() -> Iterator[Target]:
 
 def prefill_share(rows: list[dict[str, Any]], heads: str) -> float | None:
     """The paged kernel's rate as a share of cuDNN's on dense keys, from the same run."""
-    rates = {"cuDNN" in row["work"]: row["tflops"] for row in rows if row["heads"] == heads}
-    return rates[False] / rates[True] if len(rates) == 2 else None
+    ours, cudnn = (
+        find(rows, "tflops", heads=heads, work="prompt of 8192", kernel=kernel)
+        for kernel in ("mosaic", "cuDNN, dense")
+    )
+    return ours / cudnn if ours and cudnn else None
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -21,11 +22,16 @@ import numpy as np
 
 from benchmarks.common import write_results
 from pallas_kernels import paged_attention_decode as decode
-from pallas_kernels import paged_attention_prefill as prefill
+from pallas_kernels.paged_attention_prefill import paged_attention_prefill
+from pallas_kernels.paged_attention_prefill_mosaic import paged_attention_prefill_mosaic
 
 COPY_RATE = 4.3e12  # bytes a second of a plain device copy on an H200
 S = 16
 POOL_BYTES = 1 << 31
+PREFILLS: dict[str, Callable[..., jax.Array]] = {
+    "mosaic": paged_attention_prefill_mosaic,
+    "triton": paged_attention_prefill,
+}
 MAX_CONTEXT = 32768  # width of the page tables, in tokens
 
 
@@ -57,9 +63,12 @@ WORK = (  # batch, mean context, ragged
     (256, 1024, True),
     (64, 4096, True),
     (64, 1024, True),
+    (8, 1024, False),
     (1, 32768, False),
     (1, 8192, False),
+    (1, 1024, False),
 )
+BATCHES = tuple(sorted({B for B, _, _ in WORK}))
 
 
 def lengths(B: int, mean: int, ragged: bool) -> np.ndarray:
@@ -95,15 +104,18 @@ def page_tables(heads: Heads, kv_len_B: tuple[int, ...], count: int) -> list[jax
 
 
 def seconds(run: Callable[[jax.Array], jax.Array], x: jax.Array, calls: int) -> float:
-    """Median time of one of the `calls` in a chain; chains are queued back to back."""
+    """Median time of one of the `calls` in a chain; chains are queued back to back.
+
+    A chain that donates its operand works in place: then it is replayed as it was captured,
+    where new addresses would have every kernel of it set up anew.
+    """
     repeats, times = 4, []
-    run(run(x)).block_until_ready()
+    x = run(run(x)).block_until_ready()
     for _ in range(5):
         start = time.perf_counter()
-        out = x
         for _ in range(repeats):
-            out = run(out)
-        out.block_until_ready()
+            x = run(x)
+        x.block_until_ready()
         times.append((time.perf_counter() - start) / (repeats * calls))
     return statistics.median(times)
 
@@ -128,7 +140,7 @@ def compile_decode(heads: Heads, B: int, config: decode.TuningConfig | None) -> 
             config=config,
         )
 
-    @jax.jit
+    @partial(jax.jit, donate_argnums=0)
     def chain(
         q: jax.Array, pool: jax.Array, tables: Sequence[jax.Array], kv_len: jax.Array
     ) -> jax.Array:
@@ -166,13 +178,13 @@ def time_decode(
     }
 
 
-def compile_prefill(heads: Heads, T: int, config: prefill.TuningConfig | None) -> Any:
+def compile_prefill(heads: Heads, T: int, kernel: Callable[..., jax.Array]) -> Any:
     """An executable (q, pool, table) -> q for four causal attentions of one prompt of T."""
 
     @jax.jit
     def chain(q: jax.Array, pool: jax.Array, table: jax.Array) -> jax.Array:
         for _ in range(4):
-            q = prefill.paged_attention_prefill(
+            q = kernel(
                 q,
                 pool,
                 table,
@@ -181,7 +193,6 @@ def compile_prefill(heads: Heads, T: int, config: prefill.TuningConfig | None) -
                 num_decodes=jnp.int32(0),
                 num_seqs=jnp.int32(1),
                 scale=heads.H**-0.5,
-                config=config,
             )
         return q
 
@@ -198,13 +209,16 @@ def operations(heads: Heads, T: int) -> float:
     return 4 * heads.N * heads.H * T * (T + 1) / 2
 
 
-def time_prefill(heads: Heads, pool: jax.Array, T: int, compiled: Any) -> dict[str, Any]:
+def time_prefill(
+    heads: Heads, pool: jax.Array, T: int, kernel: str, compiled: Any
+) -> dict[str, Any]:
     """Time and rate of one prompt's causal attention."""
     table = page_tables(heads, (T,), 1)[0]
     q = jax.random.normal(jax.random.key(2), (T, heads.N, heads.H), jnp.bfloat16)
     taken = seconds(lambda q: compiled(q, pool, table), q, 4)
     return {
         "heads": str(heads),
+        "kernel": kernel,
         "work": f"prompt of {T}",
         "us": round(taken * 1e6, 1),
         "tflops": round(operations(heads, T) / taken / 1e12, 1),
@@ -228,7 +242,8 @@ def time_cudnn(heads: Heads, T: int) -> dict[str, Any]:
     taken = seconds(chain, q, 4)
     return {
         "heads": str(heads),
-        "work": f"prompt of {T}, dense, cuDNN",
+        "kernel": "cuDNN, dense",
+        "work": f"prompt of {T}",
         "us": round(taken * 1e6, 1),
         "tflops": round(operations(heads, T) / taken / 1e12, 1),
     }
@@ -243,24 +258,30 @@ def in_parallel(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
 def main() -> None:
     """Time all kernels and write results/kernels.json."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompt", type=int, default=8192, help="tokens of the prefill")
-    prompt = parser.parse_args().prompt
-    pairs = [(heads, B) for heads in MODELS for B in (256, 64, 1)]
+    parser.add_argument(
+        "--prompts", type=int, nargs="+", default=[512, 8192], help="tokens of the prefills"
+    )
+    prompts = parser.parse_args().prompts
+    pairs = [(heads, B) for heads in MODELS for B in BATCHES]
     decoders = dict(
         zip(pairs, in_parallel([partial(compile_decode, *p, None) for p in pairs]), strict=True)
     )
-    prefills = in_parallel([partial(compile_prefill, heads, prompt, None) for heads in MODELS])
+    works = list(product(MODELS, prompts, PREFILLS))
+    jobs = [partial(compile_prefill, heads, T, PREFILLS[name]) for heads, T, name in works]
+    prefills = dict(zip(works, in_parallel(jobs), strict=True))
     decoded, prefilled = [], []
-    for heads, prompt_attention in zip(MODELS, prefills, strict=True):
+    for heads in MODELS:
         pool = make_pool(heads)
         for work in WORK:
             decoded.append(time_decode(heads, pool, work, decoders[heads, work[0]]))
             print(decoded[-1], flush=True)
-        prefilled.append(time_prefill(heads, pool, prompt, prompt_attention))
-        print(prefilled[-1], flush=True)
+        for prompt, kernel in product(prompts, PREFILLS):
+            compiled = prefills[heads, prompt, kernel]
+            prefilled.append(time_prefill(heads, pool, prompt, kernel, compiled))
+            print(prefilled[-1], flush=True)
         del pool
         if heads.H <= 128:
-            prefilled.append(time_cudnn(heads, prompt))
+            prefilled.append(time_cudnn(heads, max(prompts)))
             print(prefilled[-1], flush=True)
     settings = {
         f"{heads} B {B}": asdict(
@@ -271,7 +292,6 @@ def main() -> None:
     path = write_results(
         "kernels",
         {
-            "card": jax.devices()[0].device_kind,
             "copy_rate": COPY_RATE,
             "decode": decoded,
             "prefill": prefilled,

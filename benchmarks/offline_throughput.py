@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import markdown, model_settings, write_results
+from benchmarks.common import markdown, model_settings, seconds_since_start, write_results
 from benchmarks.lengths import MAX_TOTAL, Lengths, fixed, random_prompts, sharegpt
 from jaxpaged import LLM, SamplingParams
 
@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, help="default: what the lengths need")
     parser.add_argument("--max-num-seqs", type=int)
     parser.add_argument("--max-num-batched-tokens", type=int)
+    parser.add_argument("--compile-cache-dir")
     parser.add_argument("--eager", action="store_true", help="compile in the warm-up, as needed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--name", help="of the file in benchmarks/results")
@@ -94,11 +95,12 @@ def main() -> None:
             max_model_len=args.max_model_len or longest,
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
+            compile_cache_dir=args.compile_cache_dir,
             enforce_eager=args.eager,
         )
+        ready = seconds_since_start()
         counter = StepCounter(llm._core)
         warm_up = measure(llm, lengths, rng, counter)
-        ready = llm.info.startup_seconds["total"]
         print(f"ready in {ready:.1f} s, warm-up {warm_up['seconds']:.2f} s", flush=True)
         runs = [measure(llm, lengths, rng, counter) for _ in range(args.repeats)]
     seconds = median(run["seconds"] for run in runs)
@@ -124,6 +126,8 @@ def main() -> None:
             "attention_backend": llm.info.attention_backend,
             "prompt_tokens": prompt_tokens,
             "output_tokens": output_tokens,
+            "ready_seconds": ready,
+            "startup_seconds": llm.info.startup_seconds,
             "runs": runs,
             "rows": [row],
         },

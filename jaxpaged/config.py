@@ -116,14 +116,15 @@ class EngineConfig:
     attention_backend: str = setting(
         "auto",
         "paged attention implementation; auto: the best for the platform",
-        choices=("auto", "xla", "triton"),
+        choices=("auto", "xla", "triton", "mosaic"),
     )
     enforce_eager: bool = setting(
         False, "compile buckets on first use: fast start, slow first requests"
     )
     compile_cache_dir: str | None = setting(
         None,
-        "folder of the compilation cache (default: in the user's cache folder; 'none': off)",
+        "folder that keeps compiled steps; writable by you alone, since what it holds is run "
+        "(default: in the user's cache folder; 'none': off)",
     )
 
     def __post_init__(self) -> None:

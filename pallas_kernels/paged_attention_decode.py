@@ -3,8 +3,8 @@
 One program serves all query heads of one KV head of one sequence over one stretch of its keys
 (an item). How many items a sequence is cut into follows from the lengths, on the device: the
 batch's keys are shared out evenly over as many programs as the card keeps busy, and nothing is
-cut where one item a sequence already does that. Items of longer sequences come first. A second,
-tiny kernel merges what was cut.
+cut where one item a sequence already does that. Items of longer sequences come first. Of a
+sequence that is cut, the program that finishes last merges all parts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from pallas_kernels.flash import (
     store_rows,
 )
 
-FEW = 8  # sequences up to which each may be cut into a hundred items and more
+FEW = 8  # sequences up to which each may be cut into tens of items
+GRAIN = 16  # keys that the items' lengths are multiples of
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class TuningConfig:
     Attributes:
         block_keys: keys folded at once, a power of two from 16 to 256.
         num_warps: warps of a program, a power of two up to 8.
-        num_stages: depth of the load pipeline.
+        num_stages: depth of the load pipeline. Page numbers come a stage before what lies in the
+            pages, so that an odd depth d keeps (d - 1) / 2 blocks on their way; 2 keeps one.
         programs: programs that the batch's keys are shared out to, over all KV heads; 0: no
             sequence is cut.
     """
@@ -55,21 +57,28 @@ class TuningConfig:
             raise ValueError(f"block_keys must be 16, 32, 64, 128 or 256, got {self.block_keys}")
         if self.num_warps not in (1, 2, 4, 8):
             raise ValueError(f"num_warps must be 1, 2, 4 or 8, got {self.num_warps}")
-        if not 1 <= self.num_stages <= 8:
-            raise ValueError(f"num_stages must be from 1 to 8, got {self.num_stages}")
+        if not 1 <= self.num_stages <= 9:
+            raise ValueError(f"num_stages must be from 1 to 9, got {self.num_stages}")
         if self.programs < 0:
             raise ValueError(f"programs must not be negative, got {self.programs}")
 
 
 def tuning_config(*, B: int, K: int, H: int, bytes_per_element: int) -> TuningConfig:
-    """The setting for a batch of B sequences, chosen by what static shapes tell (H200)."""
-    if bytes_per_element == 4 or padded(H) == 256:
-        return TuningConfig(32, 4, 2, 528)
+    """The setting for a batch of B sequences, chosen by what static shapes tell (H200).
+
+    Where B * K programs are about two a processor, three blocks on their way let no more than
+    two programs into a processor's shared memory, which keeps the processors even.
+    """
+    wide = bytes_per_element == 4 or padded(H) == 256
     if B <= FEW:
-        return TuningConfig(64, 2, 2, 528)
-    if B * K >= 1024:
+        return TuningConfig(32 if wide else 64, 4, 5, 132)
+    if wide:
+        return TuningConfig(32, 4, 2, 528)
+    if B * K >= 2048:
         return TuningConfig(128, 4, 2, 528)
-    return TuningConfig(128, 2, 2, 1056)
+    if B * K >= 512:
+        return TuningConfig(64, 2, 3, 1056 if B * K >= 1024 else 528)
+    return TuningConfig(64, 4, 7, 264)
 
 
 def paged_attention_decode(
@@ -87,6 +96,9 @@ def paged_attention_decode(
     interpret: bool = False,
 ) -> jax.Array:
     """Attention of one query a sequence to that sequence's pages.
+
+    Calls of one program with the same lengths and window share a plan of the work, and with it
+    counters that each call leaves at zero: let every call depend on the one before, as layers do.
 
     Args:
         q_TNH: queries; sequence b's is row b. T == B, or T >= B with `into_TNH`. Head n belongs
@@ -115,25 +127,31 @@ def paged_attention_decode(
         raise ValueError(f"{T} queries for {B} sequences")
     dtype = jnp.promote_types(q_TNH.dtype, pages_P2KSH.dtype)
     config = config or tuning_config(B=B, K=K, H=H, bytes_per_element=dtype.itemsize)
-    per_head = -(-config.programs // K)
-    work = _share_out(kv_len_B, num_decodes, window, per_head, config, into_TNH is None)
-    scoring = Scoring(scale, window, softcap)
-    W = work.item_W4.shape[0]
-    ins = [work.item_W4, q_TNH, pages_P2KSH, page_table_BM]
+    plan = _share_out(
+        kv_len_B,
+        num_decodes,
+        K=K,
+        window=window,
+        config=config,
+        fill=into_TNH is None,
+        interpret=interpret,
+    )
+    W = plan.item_W5.shape[0]
+    ins = [plan.item_W5, plan.arrived_BK, q_TNH, pages_P2KSH, page_table_BM]
     outs = [jax.ShapeDtypeStruct(q_TNH.shape, q_TNH.dtype)]
-    if per_head:
+    if config.programs:
         outs += [
             jax.ShapeDtypeStruct((W, N, H), jnp.float32),
             jax.ShapeDtypeStruct((W, N), jnp.float32),
         ]
-    out_TNH, *parts = pl.pallas_call(
+    return pl.pallas_call(
         partial(
             _decode_kernel,
-            K=K,
-            scoring=scoring,
-            block=config.block_keys,
+            scoring=Scoring(scale, window, softcap),
+            config=config,
             dtype=dtype,
             has_input=into_TNH is not None,
+            interpret=interpret,
         ),
         grid=(W * K,),
         out_shape=outs,
@@ -143,72 +161,110 @@ def paged_attention_decode(
         ),
         interpret=interpret,
         name="paged_attention_decode",
-    )(*ins, *([] if into_TNH is None else [into_TNH]))
-    if not parts:
-        return out_TNH
-    few = B <= FEW
-    lanes = min(32, padded(H)) if few else padded(H)
-    return pl.pallas_call(
-        partial(_merge_kernel, N=N, lanes=lanes, block=128 if few else 16),
-        grid=(work.cut_C3.shape[0] * N * (padded(H) // lanes),),
-        out_shape=outs[0],
-        input_output_aliases={3: 0},
-        compiler_params=pltriton.CompilerParams(num_warps=4 if few else 2, num_stages=1),
-        interpret=interpret,
-        name="paged_attention_merge",
-    )(work.cut_C3, *parts, out_TNH)
+    )(*ins, *([] if into_TNH is None else [into_TNH]))[0]
 
 
-class _Work(NamedTuple):
+class _Plan(NamedTuple):
     """Items in the order in which they start, longest sequences first.
 
-    At most one item a sequence and `per_head` more, so the grid's size is static.
+    At most one item a sequence and `programs / K` more, so the grid's size is static.
     """
 
-    item_W4: jax.Array  # int32: sequence (-1: no item), first key, end of keys, is it cut
-    cut_C3: jax.Array  # int32, sequences that may be cut: sequence, first item, items
+    item_W5: jax.Array  # int32: sequence (-1: no item), keys from, to, its first item, its items
+    arrived_BK: jax.Array  # int32 zeros: items of a sequence and KV head that are done
 
 
 def _share_out(
     kv_len_B: jax.Array,
     num_decodes: jax.Array,
+    *,
+    K: int,
     window: int | None,
-    per_head: int,
     config: TuningConfig,
     fill: bool,
-) -> _Work:
+    interpret: bool,
+) -> _Plan:
     """Cut the sequences into items. Layers of a step share this: XLA computes it once."""
-    B, block = kv_len_B.shape[0], config.block_keys
-    live_B = jnp.arange(B) < num_decodes
-    len_B = jnp.where(live_B, kv_len_B, 0)
-    first_B = jnp.zeros_like(len_B) if window is None else jnp.maximum(len_B - window, 0)
-    keys_B = len_B - first_B
-    items_B = jnp.where(live_B | fill, 1, 0)
-    if per_head:
-        share = _round_up(_ceil_div(keys_B.sum(), per_head), block)
-        share = jnp.maximum(share, block)
-        items_B = jnp.maximum(items_B, lax.div(keys_B + lax.div(share, 2), share))
-    # Comparing all pairs takes fewer and shorter kernels than sorting and summing up.
-    seq_B = jnp.arange(B)
-    before_BB = (keys_B[:, None] > keys_B) | (
-        (keys_B[:, None] == keys_B) & (seq_B[:, None] < seq_B)
+    B, per_head = kv_len_B.shape[0], _ceil_div(config.programs, K)
+    kernel = partial(
+        _plan_kernel,
+        window=window,
+        per_head=per_head,
+        block=config.block_keys,
+        fill=fill,
     )
-    first_item_B = jnp.where(before_BB, items_B[:, None], 0).sum(axis=0)
-    w_W1 = jnp.arange(B + per_head)[:, None]
-    has_WB = (w_W1 >= first_item_B) & (w_W1 < first_item_B + items_B)
-    b_W = jnp.where(has_WB, seq_B + 1, 0).sum(axis=1) - 1  # -1: no such item
-    keys_W, items_W = keys_B[b_W], jnp.maximum(items_B[b_W], 1)
-    step_W = _round_up(_ceil_div(keys_W, items_W), block)
-    done_W = jnp.minimum((w_W1[:, 0] - first_item_B[b_W]) * step_W, keys_W)
-    begin_W = first_B[b_W] + done_W
-    stop_W = jnp.minimum(begin_W + step_W, len_B[b_W])
-    item_W4 = jnp.stack([b_W, begin_W, stop_W, (items_W > 1).astype(b_W.dtype)], axis=1)
-    # A sequence is cut from 1.5 shares on: so many can be.
-    C = min(B, _ceil_div(2 * per_head, 3))
-    rank_C1 = jnp.arange(C)[:, None]
-    cut_C = jnp.where(before_BB.sum(axis=0) == rank_C1, seq_B, 0).sum(axis=1)
-    cut_C3 = jnp.stack([cut_C, first_item_B[cut_C], items_B[cut_C]], axis=1)
-    return _Work(item_W4.astype(jnp.int32), cut_C3.astype(jnp.int32))
+    return _Plan(
+        *pl.pallas_call(
+            kernel,
+            grid=(B,),
+            out_shape=(
+                jax.ShapeDtypeStruct((B + per_head, 5), jnp.int32),
+                jax.ShapeDtypeStruct((B, K), jnp.int32),
+            ),
+            compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
+            interpret=interpret,
+            name="paged_attention_plan",
+        )(kv_len_B, jnp.reshape(num_decodes, (1,)))
+    )
+
+
+def _plan_kernel(
+    kv_len_ref: Any,
+    num_decodes_ref: Any,
+    item_ref: Any,
+    arrived_ref: Any,
+    *,
+    window: int | None,
+    per_head: int,
+    block: int,
+    fill: bool,
+) -> None:
+    """One program a sequence: it writes that sequence's items."""
+    B, K = arrived_ref.shape
+    W = item_ref.shape[0]
+    b = pl.program_id(0)
+    seq_X = jnp.arange(_power_of_2(B))
+    live_X = seq_X < jnp.minimum(num_decodes_ref[jnp.zeros_like(b)], B)
+    len_X = pltriton.load(kv_len_ref.at[seq_X], mask=live_X, other=0)
+    first_X = jnp.zeros_like(len_X) if window is None else jnp.maximum(len_X - window, 0)
+    keys_X = len_X - first_X
+    items_X = jnp.where(seq_X < B if fill else live_X, 1, 0)
+    if per_head:
+        share = jnp.maximum(_round_up(_ceil_div(keys_X.sum(axis=0), per_head), GRAIN), block)
+        cuts_X = lax.div(keys_X + lax.div(share, 2), share)
+        items_X = jnp.maximum(items_X, cuts_X)
+
+    def own(of_X: jax.Array) -> jax.Array:
+        return jnp.where(seq_X == b, of_X, 0).sum(axis=0)
+
+    begin, keys, items = own(first_X), own(keys_X), own(items_X)
+    before_X = (keys_X > keys) | ((keys_X == keys) & (seq_X < b))
+    first_item = jnp.where(before_X, items_X, 0).sum(axis=0)
+    step = _round_up(_ceil_div(keys, jnp.maximum(items, 1)), GRAIN)
+
+    nth_J = jnp.arange(_power_of_2(1 + per_head))
+    done_J = jnp.minimum(nth_J * step, keys)
+    end_J = jnp.minimum(done_J + step, keys)
+    fields = (b, begin + done_J, begin + end_J, first_item, items)
+    for i, field in enumerate(fields):
+        place = item_ref.at[first_item + nth_J, jnp.full_like(nth_J, i)]
+        pltriton.store(place, jnp.broadcast_to(field, nth_J.shape), mask=nth_J < items)
+
+    k_K = jnp.arange(_power_of_2(K))
+    place = arrived_ref.at[jnp.full_like(k_K, b), k_K]
+    pltriton.store(place, jnp.zeros_like(k_K), mask=k_K < K)
+
+    @pl.when(b == 0)
+    def _() -> None:
+        w_W = jnp.arange(_power_of_2(W))
+        place = item_ref.at[w_W, jnp.zeros_like(w_W)]
+        unused_W = (w_W >= items_X.sum(axis=0)) & (w_W < W)
+        pltriton.store(place, jnp.full_like(w_W, -1), mask=unused_W)
+
+
+def _power_of_2(n: int) -> int:
+    """The first power of two from n on."""
+    return 1 << (n - 1).bit_length()
 
 
 def _ceil_div(a: Any, b: Any) -> Any:
@@ -221,20 +277,23 @@ def _round_up(a: Any, b: Any) -> Any:
 
 def _decode_kernel(
     item_ref: Any,
+    arrived_ref: Any,
     q_ref: Any,
     pages_ref: Any,
     page_table_ref: Any,
     *outs: Any,
-    K: int,
     scoring: Scoring,
-    block: int,
+    config: TuningConfig,
     dtype: Any,
     has_input: bool,
+    interpret: bool,
 ) -> None:
     out_ref, *parts = outs[has_input:]
+    B, K = arrived_ref.shape
+    block = config.block_keys
     pid = pl.program_id(0)
     w, k = lax.div(pid, K), lax.rem(pid, K)
-    b, begin, end, cut = (item_ref[w, i] for i in range(4))
+    b, begin, end, first, items = (item_ref[w, i] for i in range(5))
     G = q_ref.shape[1] // K
     R = padded(G)
     g_R = jnp.arange(R)
@@ -257,62 +316,76 @@ def _decode_kernel(
         softmax = lax.fori_loop(0, blocks, fold, Softmax.start(R, q_RH.shape[1]))
         out_RH = softmax.normalised()
 
-        @pl.when(cut == 0)
+        @pl.when(items == 1)
         def _() -> None:
             store_rows(out_ref, b_R, n_R, value=out_RH, live_R=live_R)
 
         if parts:
             part_ref, weight_ref = parts
 
-            @pl.when(cut != 0)
+            @pl.when(items > 1)
             def _() -> None:
                 w_R = jnp.full_like(n_R, w)
                 store_rows(part_ref, w_R, n_R, value=out_RH, live_R=live_R)
                 pltriton.store(weight_ref.at[w_R, n_R], softmax.log2_sum(), mask=live_R)
+                if not interpret:
+                    pltriton.debug_barrier()  # all of the program's threads have stored
+                arrived = pltriton.atomic_add(arrived_ref, (b, k), jnp.ones_like(b))
+
+                @pl.when(arrived == items - 1)
+                def _() -> None:
+                    # An input, yet as the kernel found it once this is done: the next layer's.
+                    arrived_ref[b, k] = jnp.zeros_like(b)
+                    g_R = jnp.arange(_power_of_2(G))  # of which a dot wants more
+                    live_R, n_R = g_R < G, k * G + g_R
+                    held = config.num_warps * (4096 if B <= FEW else 2048)  # values, in registers
+                    block = max(1, held // (g_R.shape[0] * q_RH.shape[1]))
+                    out_RH = _merge(part_ref, weight_ref, first, items, n_R, live_R, block)
+                    b_R = jnp.full_like(n_R, b)
+                    store_rows(out_ref, b_R, n_R, value=out_RH, live_R=live_R)
 
 
-def _merge_kernel(
-    cut_ref: Any,
+def _merge(
     part_ref: Any,
     weight_ref: Any,
-    input_ref: Any,
-    out_ref: Any,
-    *,
-    N: int,
-    lanes: int,
+    first: jax.Array,
+    items: jax.Array,
+    n_R: jax.Array,
+    live_R: jax.Array,
     block: int,
-) -> None:
-    """One program for `lanes` of the head dim of one query head of a sequence that was cut."""
-    del input_ref  # out_ref's memory: rows that were not cut stay
-    H = out_ref.shape[-1]
-    pid = pl.program_id(0)
-    slices = padded(H) // lanes
-    h_L = lax.rem(pid, slices) * lanes + jnp.arange(lanes)
-    n = lax.rem(lax.div(pid, slices), N)
-    c = lax.div(pid, slices * N)
-    b, first, items = (cut_ref[c, i] for i in range(3))
+) -> jax.Array:
+    """[R, padded H]: the parts of `items` items from `first` on, `block` of them at once.
+
+    They are added up in their order, whoever comes last: the result does not vary.
+    """
+    H = part_ref.shape[2]
+    R, L = n_R.shape[0], padded(H)
+    live_RL = live_R[:, None] & (jnp.arange(L) < H)[None, :]
 
     def fold(i: jax.Array, state: Softmax) -> Softmax:
         nth_I = i * block + jnp.arange(block)
-        w_I, n_I, live_I = first + nth_I, jnp.full_like(nth_I, n), nth_I < items
-        weight_I = pltriton.load(weight_ref.at[w_I, n_I], mask=live_I, other=MASKED)
-        part_IL = pltriton.load(
-            part_ref.at[w_I[:, None], n_I[:, None], h_L[None, :]],
-            mask=live_I[:, None] & (h_L < H)[None, :],
-            other=0,
+        w_I, live_I = first + nth_I, nth_I < items
+        # Volatile: others wrote these, and this processor's cache does not hear of it.
+        weight_IR = pltriton.load(
+            weight_ref.at[w_I[:, None], n_R[None, :]],
+            mask=live_I[:, None] & live_R[None, :],
+            other=MASKED,
+            volatile=True,
         )
-        highest_1 = jnp.maximum(state.max_R, weight_I.max(axis=0))
-        decay_1 = jnp.exp2(state.max_R - highest_1)
-        share_I = jnp.exp2(weight_I - highest_1)
+        part_IRL = pltriton.load(
+            part_ref.at[w_I[:, None, None], n_R[None, :, None], jnp.arange(L)[None, None, :]],
+            mask=live_I[:, None, None] & live_RL[None, :, :],
+            other=0,
+            volatile=True,
+        )
+        max_R = jnp.maximum(state.max_R, weight_IR.max(axis=0))
+        decay_R = jnp.exp2(state.max_R - max_R)
+        share_IR = jnp.exp2(weight_IR - max_R[None, :])
         return Softmax(
-            state.out_RH * decay_1 + (part_IL * share_I[:, None]).sum(axis=0),
-            highest_1,
-            state.sum_R * decay_1 + share_I.sum(axis=0),
+            state.out_RH * decay_R[:, None] + (part_IRL * share_IR[:, :, None]).sum(axis=0),
+            max_R,
+            state.sum_R * decay_R + share_IR.sum(axis=0),
         )
 
-    @pl.when(items > 1)
-    def _() -> None:
-        start = Softmax(jnp.zeros((lanes,), jnp.float32), jnp.float32(MASKED), jnp.float32(0))
-        total = lax.fori_loop(0, lax.div(items + (block - 1), block), fold, start)
-        place = out_ref.at[jnp.full_like(h_L, b), jnp.full_like(h_L, n), h_L]
-        pltriton.store(place, (total.out_RH / total.sum_R).astype(out_ref.dtype), mask=h_L < H)
+    blocks = lax.div(items + (block - 1), block)
+    return lax.fori_loop(0, blocks, fold, Softmax.start(R, L)).normalised()

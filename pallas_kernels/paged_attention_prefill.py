@@ -98,7 +98,7 @@ def paged_attention_prefill(
     K = pages_P2KSH.shape[2]
     dtype = jnp.promote_types(q_TNH.dtype, pages_P2KSH.dtype)
     config = config or tuning_config(H=H, bytes_per_element=dtype.itemsize)
-    tile_X4 = _tiles(
+    tile_X4 = prefill_tiles(
         query_start_B1, kv_len_B, num_decodes, num_seqs, T=T, tokens=config.block_rows // (N // K)
     )
     return pl.pallas_call(
@@ -119,7 +119,7 @@ def paged_attention_prefill(
     )(tile_X4, q_TNH, pages_P2KSH, page_table_BM)
 
 
-def _tiles(
+def prefill_tiles(
     query_start_B1: jax.Array,
     kv_len_B: jax.Array,
     num_decodes: jax.Array,

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.flash import LOG2_E, MASKED, SMALLEST_SUM, Scoring, check_operands
-from pallas_kernels.paged_attention_prefill import _tiles
+from pallas_kernels.paged_attention_prefill import prefill_tiles
 
 ROWS = 64  # of a warpgroup: what the tensor core's instruction takes
 LANES = 64  # elements of half precision in a line of swizzled shared memory
@@ -97,7 +97,7 @@ def paged_attention_prefill_mosaic(
     tokens = ROWS * K // N
     # A copy spans a warpgroup's tokens, which the array must not be shorter than.
     q_TNH = jnp.pad(q_TNH, ((0, max(0, tokens - T)), (0, 0), (0, 0)))
-    tile_X4 = _tiles(
+    tile_X4 = prefill_tiles(
         query_start_B1,
         kv_len_B,
         num_decodes,

@@ -1,7 +1,8 @@
-"""Paged attention of a mixed step in Pallas' Triton dialect: prefill tiles, then decode rows."""
+"""Paged attention of a mixed step on a GPU: prefill tiles, then decode rows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -24,13 +25,15 @@ def paged_attention_triton(
     window: int | None = None,
     softcap: float | None = None,
     decode_only: bool = False,
+    prefill: Callable[..., jax.Array] = paged_attention_prefill,
     interpret: bool = False,
 ) -> jax.Array:
     """`paged_attention.paged_attention` for NVIDIA GPUs of compute capability 8.0 and up.
 
     The same arguments and results, with N / K <= 16, H <= 256 and S a power of two. The decode
     kernel writes into the prefill kernel's output, so that nothing is copied or added up.
-    `interpret` runs the kernels on any platform, slowly.
+    `prefill` is that kernel, or one with its arguments and results. `interpret` runs the kernels
+    on any platform, slowly.
 
     Raises:
         ValueError: shapes, dtypes or options outside these bounds.
@@ -48,7 +51,7 @@ def paged_attention_triton(
     if decode_only:
         out_BNH = decode(q_TNH[:B], pages_P2KSH, page_table_BM)
         return out_BNH if T == B else jnp.pad(out_BNH, ((0, T - B), (0, 0), (0, 0)))
-    out_TNH = paged_attention_prefill(
+    out_TNH = prefill(
         q_TNH,
         pages_P2KSH,
         page_table_BM,
@@ -59,6 +62,6 @@ def paged_attention_triton(
         scale=scale,
         window=window,
         softcap=softcap,
-        interpret=interpret,
+        **({"interpret": True} if interpret else {}),
     )
     return decode(q_TNH, pages_P2KSH, page_table_BM, into_TNH=out_TNH)

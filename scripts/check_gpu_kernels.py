@@ -1,8 +1,14 @@
-"""Compare the attention kernels with their definition in float64 on the GPU of this machine."""
+"""Compare kernels with their definitions on the GPU of this machine.
+
+    python scripts/check_gpu_kernels.py [DTYPE...]
+
+Attention against float64, rope_write against plain XLA.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
@@ -18,9 +24,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "fixtures")]
 
 from ragged_attention import attention_by_definition, ragged_batch  # noqa: E402
 
+from pallas_kernels.paged_attention_prefill import paged_attention_prefill  # noqa: E402
+from pallas_kernels.paged_attention_prefill_mosaic import (  # noqa: E402
+    paged_attention_prefill_mosaic,
+)
 from pallas_kernels.paged_attention_triton import paged_attention_triton  # noqa: E402
+from pallas_kernels.rope_write import rope_write, rope_write_reference  # noqa: E402
 
 TOLERANCE = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}
+EMPTY = 1  # the sequence that is given a length of 0
 DECODES = [(1, 1), (1, 17), (1, 900), (1, 2048), (1, 500), (1, 128)]
 MIXED = [*DECODES, (5, 5), (40, 700), (64, 64), (17, 300)]
 SHAPES: tuple[dict[str, Any], ...] = (
@@ -34,8 +46,11 @@ SHAPES: tuple[dict[str, Any], ...] = (
 OPTIONS: tuple[dict[str, Any], ...] = ({}, {"window": 100, "softcap": 5.0})
 
 
-def check(shape: dict[str, Any], dtype: str, decode_only: bool, options: dict[str, Any]) -> bool:
-    """Whether one case is right; prints it."""
+def check_attention(
+    shape: dict[str, Any], dtype: str, kind: str, options: dict[str, Any]
+) -> tuple[float, float]:
+    """Worst difference of one case, and what is allowed."""
+    decode_only = kind == "decode"
     r = ragged_batch(
         DECODES if decode_only else MIXED,
         T=16 if decode_only else 160,
@@ -43,21 +58,88 @@ def check(shape: dict[str, Any], dtype: str, decode_only: bool, options: dict[st
         dtype=dtype,
         **{"M": 128, **shape},
     )
-    step = jax.jit(partial(paged_attention_triton, scale=0.1, decode_only=decode_only, **options))
-    got = step(**vars(r))
-    want = attention_by_definition(r, scale=0.1, **options)
-    worst = np.abs(np.asarray(got.astype(jnp.float32)) - want).max()
-    good = bool(worst <= TOLERANCE[dtype])  # NaN is not
-    print("ok  " if good else "BAD ", f"{worst:.1e}", shape, dtype, decode_only, options)
+    attend: Callable[..., jax.Array] = partial(
+        paged_attention_triton,
+        scale=0.1,
+        decode_only=decode_only,
+        prefill=paged_attention_prefill_mosaic if kind == "mosaic" else paged_attention_prefill,
+        **options,
+    )
+
+    @jax.jit
+    def layers(q_TNH: jax.Array, **rest: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Two layers in turn, which share what decoding plans for a step."""
+        first = attend(q_TNH, **rest)
+        turned, _ = jax.lax.optimization_barrier((-q_TNH, first))
+        return first, attend(turned, **rest)
+
+    worst = 0.0
+    got = layers(**{**vars(r), "kv_len_B": r.kv_len_B.at[EMPTY].set(0)})
+    for sign, out in zip((1, -1), got, strict=True):
+        want = attention_by_definition(r, scale=sign * 0.1, **options)
+        want[EMPTY] = 0
+        worst = np.maximum(worst, np.abs(np.asarray(out.astype(jnp.float32)) - want).max())
+    return worst, TOLERANCE[dtype]
+
+
+def check_rope_write(
+    shape: dict[str, Any], dtype: str, kind: str, options: dict[str, Any]
+) -> tuple[float, float]:
+    """Worst difference from the plain version, in queries and pages, and what is allowed."""
+    T, P = 300, 64
+    N, K, H, S = shape["N"], shape["K"], shape["H"], shape.get("S", 16)
+    rng = np.random.default_rng(0)
+
+    def normal(*size: int, dtype: str = dtype) -> jax.Array:
+        return jnp.asarray(rng.normal(size=size), dtype)
+
+    angle = rng.uniform(0, 6, (T, H // 2))
+    # Each token its own slot: which one wins a shared slot is not said.
+    place_T = rng.permutation(P * S)[:T].astype(np.int32)
+    arguments = (
+        normal(T, K, N // K + 2, H),
+        jnp.asarray(np.cos(angle), jnp.float32),
+        jnp.asarray(np.sin(angle), jnp.float32),
+        normal(P, 2, K, S, H),
+        jnp.asarray(place_T // S),
+        jnp.asarray(place_T % S),
+        (normal(H), normal(H)) if options["norm"] else None,
+    )
+    got, want = (
+        jax.jit(partial(write, eps=1e-6, plus_one=options["plus_one"]))(*arguments)
+        for write in (rope_write, rope_write_reference)
+    )
+    differences = [
+        np.abs(np.asarray(a - b, np.float32)).max() for a, b in zip(got, want, strict=True)
+    ]
+    # XLA may keep more digits between norm and rotation than the kernel, which rounds there.
+    return float(np.max(differences)), 20 * TOLERANCE[dtype]
+
+
+def cases(dtypes: Sequence[str]) -> Iterator[tuple[Callable[..., tuple[float, float]], Any]]:
+    """Every case: its check, and what it is of."""
+    for shape, dtype, options in product(SHAPES, dtypes, OPTIONS):
+        hopper = dtype != "float32" and shape["H"] in (64, 128, 256) and shape.get("S", 16) <= 64
+        for kind in ("decode", "triton", "mosaic")[: 2 + hopper]:
+            yield check_attention, (shape, dtype, kind, options)
+    for shape, dtype in product(SHAPES, dtypes):
+        for norm, plus_one in ((False, False), (True, True)):
+            yield check_rope_write, (shape, dtype, "rope", {"norm": norm, "plus_one": plus_one})
+
+
+def run(case: tuple[Callable[..., tuple[float, float]], Any]) -> bool:
+    """Whether a case is right; prints it."""
+    check, what = case
+    worst, allowed = check(*what)
+    good = bool(worst <= allowed)  # NaN is not
+    print("ok  " if good else "BAD ", f"{worst:.1e}", *what, flush=True)
     return good
 
 
 def main() -> int:
     """Check all cases, or those of the dtypes given; returns 1 if any is wrong."""
-    dtypes = sys.argv[1:] or list(TOLERANCE)
-    cases = list(product(SHAPES, dtypes, (True, False), OPTIONS))
     with ThreadPoolExecutor() as pool:
-        good = list(pool.map(lambda case: check(*case), cases))
+        good = list(pool.map(run, cases(sys.argv[1:] or list(TOLERANCE))))
     print(
         f"{jax.devices()[0].device_kind}, jax {jax.__version__}: {sum(good)} of {len(good)} right"
     )

@@ -25,6 +25,10 @@ while (($#)); do
 done
 ((${#stages[@]})) || stages=(kernels models 7b 0.6b hf)
 
+cache=$(mktemp -d)
+trap 'rm -rf "$cache"' EXIT
+cached=(--compile-cache-dir "$cache")
+served=(--max-model-len 2048 --max-num-batched-tokens 8192)
 failed=()
 # run SECONDS MODULE-OR-FILE ARGUMENTS...: one line before and after, at most so many seconds
 run() {
@@ -34,7 +38,8 @@ run() {
 }
 
 kernels() {
-  run 120 scripts/check_gpu_kernels.py
+  run 180 scripts/check_gpu_kernels.py
+  run 60 scripts/check_gpu_linear.py
   run 150 -m benchmarks.kernels
   run 60 -m benchmarks.sampling
 }
@@ -44,20 +49,20 @@ models() {
 }
 
 7b() {
-  run 120 -m benchmarks.decode_latency --model $M/qwen2.5-7b.json
+  # One engine, started cold and then with the executables that the first start left.
+  run 180 -m benchmarks.decode_latency --model $M/qwen2.5-7b.json --serving "${cached[@]}"
+  run 120 -m benchmarks.offline_throughput --model $M/qwen2.5-7b.json "${served[@]}" "${cached[@]}"
   run 120 -m benchmarks.decode_latency --model $M/llama-3.1-8b.json --batch 1 64 256
-  run 120 -m benchmarks.offline_throughput --model $M/qwen2.5-7b.json --eager
-  run 180 -m benchmarks.startup --model $M/qwen2.5-7b.json --repeats 1
 }
 
 0.6b() {
-  run 120 -m benchmarks.decode_latency --model $M/qwen3-0.6b.json --batch 1 64 256
+  run 150 -m benchmarks.decode_latency --model $M/qwen3-0.6b.json --serving --batch 1 64 256 "${cached[@]}"
+  run 120 -m benchmarks.offline_throughput --model $M/qwen3-0.6b.json "${served[@]}" "${cached[@]}"
   run 120 -m benchmarks.profile_step --model $M/qwen3-0.6b.json
-  run 120 -m benchmarks.offline_throughput --model $M/qwen3-0.6b.json --eager
 }
 
 hf() {
-  run 420 -m benchmarks.compare_hf_gpu --model $M/qwen2.5-7b.json --hf-batch 128 64 --repeats 2
+  run 420 -m benchmarks.compare_hf_gpu --model $M/qwen2.5-7b.json --hf-batch 128 64 --repeats 2 "${cached[@]}"
 }
 
 for stage in "${stages[@]}"; do

@@ -14,13 +14,21 @@ from benchmarks import kernels as bench
 from pallas_kernels import paged_attention_decode as decode
 from pallas_kernels import paged_attention_prefill as prefill
 
-PROGRAMS = {256: (0, 264, 528, 1056, 2112), 64: (528, 1056, 2112), 1: (528, 792)}
+PROGRAMS = {256: (0, 528, 1056), 64: (264, 528), 8: (132, 264), 1: (132, 264)}
+FORMS = (  # keys at once, warps, stages
+    (32, 2, 2),
+    (64, 2, 3),
+    (64, 4, 5),
+    (64, 4, 7),
+    (64, 8, 7),
+    (128, 2, 3),
+    (128, 4, 5),
+)
 
 
-def decode_settings(heads: bench.Heads, B: int) -> list[decode.TuningConfig]:
+def decode_settings(B: int) -> list[decode.TuningConfig]:
     """What may be good for B sequences."""
-    keys = (32, 64) if heads.H == 256 or B == 1 else (64, 128)
-    return [decode.TuningConfig(*s) for s in product(keys, (2, 4), (2,), PROGRAMS[B])]
+    return [decode.TuningConfig(*form, programs) for form, programs in product(FORMS, PROGRAMS[B])]
 
 
 def prefill_settings(heads: bench.Heads) -> list[prefill.TuningConfig]:
@@ -42,17 +50,25 @@ def main() -> None:
     """Print the best settings of each kind of work."""
     models = (bench.Heads(28, 4, 128), bench.Heads(32, 8, 128), bench.Heads(4, 1, 256))
     jobs = [
-        (heads, B, config)
-        for heads in models
-        for B in (256, 64, 1)
-        for config in decode_settings(heads, B)
+        (heads, B, config) for heads in models for B in PROGRAMS for config in decode_settings(B)
     ]
     prompts = [(heads, 8192, config) for heads in models for config in prefill_settings(heads)]
     executables = bench.in_parallel(
         [partial(attempt, partial(bench.compile_decode, *job)) for job in jobs]
     )
     prompt_executables = bench.in_parallel(
-        [partial(attempt, partial(bench.compile_prefill, *prompt)) for prompt in prompts]
+        [
+            partial(
+                attempt,
+                partial(
+                    bench.compile_prefill,
+                    heads,
+                    T,
+                    partial(prefill.paged_attention_prefill, config=config),
+                ),
+            )
+            for heads, T, config in prompts
+        ]
     )
     for heads in models:
         pool = bench.make_pool(heads)
@@ -68,7 +84,7 @@ def main() -> None:
                 print(f"   {figures['us']:8} us {figures['share_of_floor']:.3f}", c, flush=True)
         for (of, T, config), run in zip(prompts, prompt_executables, strict=True):
             if of == heads and run is not None:
-                print(bench.time_prefill(heads, pool, T, run), config, flush=True)
+                print(bench.time_prefill(heads, pool, T, "triton", run), config, flush=True)
         del pool
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,40 +16,77 @@ from flax import struct
 
 from jaxpaged.arrays.step_batch import StepBatch
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention_prefill_mosaic import paged_attention_prefill_mosaic
 from pallas_kernels.paged_attention_triton import paged_attention_triton
 from pallas_kernels.rope_write import rope_write, rope_write_reference
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """What decides which implementations can run."""
+
+    platform: str  # as jax.Device.platform
+    compute_capability: float  # 9.0: Hopper; 0 where there is none
+    dtype: jnp.dtype  # of queries
+    kv_dtype: jnp.dtype
+    queries_per_kv_head: int
+    head_dim: int
+    page_size: int
+
+
+def _any(case: AttentionCase) -> bool:
+    return case.platform in ("cpu", "gpu", "tpu")
+
+
+def _triton(case: AttentionCase) -> bool:
+    on_gpu = case.platform == "gpu" and case.compute_capability >= 8
+    return on_gpu and case.queries_per_kv_head <= 16 and case.head_dim <= 256
+
+
+def _mosaic(case: AttentionCase) -> bool:
+    return (
+        _triton(case)
+        and case.compute_capability == 9
+        and case.dtype == case.kv_dtype
+        and case.dtype in (jnp.bfloat16, jnp.float16)
+        and case.head_dim in (64, 128, 256)
+        and case.page_size in (16, 32, 64)
+    )
 
 
 @dataclass(frozen=True)
 class AttentionBackend:
     """Implementations with the signatures of `rope_write_reference` and `paged_attention`."""
 
-    platforms: frozenset[str]  # jax.Device.platform values
+    serves: Callable[[AttentionCase], bool]
     write: Callable[..., tuple[jax.Array, jax.Array]]
     attend: Callable[..., jax.Array]
 
 
-# The first that serves a platform is what "auto" picks there.
+# The first that serves a case is what "auto" picks.
 BACKENDS: dict[str, AttentionBackend] = {
-    "triton": AttentionBackend(frozenset({"gpu"}), rope_write, paged_attention_triton),
-    "xla": AttentionBackend(
-        frozenset({"cpu", "gpu", "tpu"}), rope_write_reference, paged_attention
+    "mosaic": AttentionBackend(
+        _mosaic,
+        rope_write,
+        partial(paged_attention_triton, prefill=paged_attention_prefill_mosaic),
     ),
+    "triton": AttentionBackend(_triton, rope_write, paged_attention_triton),
+    "xla": AttentionBackend(_any, rope_write_reference, paged_attention),
 }
 
 
-def attention_backend(requested: str, platform: str) -> str:
-    """Name of the backend that runs on `platform`; `requested` is a name or "auto".
+def attention_backend(requested: str, case: AttentionCase) -> str:
+    """Name of the backend that runs; `requested` is a name or "auto".
 
     Raises:
-        ValueError: no such backend, or it does not run there.
+        ValueError: no such backend, or it does not serve the case.
     """
-    able = [name for name, backend in BACKENDS.items() if platform in backend.platforms]
+    able = [name for name, backend in BACKENDS.items() if backend.serves(case)]
     if requested == "auto" and able:
         return able[0]
     if requested not in able:
         raise ValueError(
-            f"attention backend {requested!r} does not run on {platform}: "
+            f"attention backend {requested!r} does not run on {case.platform} with this model: "
             f"choose from {', '.join(['auto', *able])}"
         )
     return requested

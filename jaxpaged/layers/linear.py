@@ -9,6 +9,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.small_batch_linear import (
+    ACTIVATIONS,
+    Norm,
+    is_faster,
+    rms_norm,
+    small_batch_linear,
+)
+
 
 def matmul_precision(dtype: Any) -> jax.lax.Precision | None:
     """float32 means float32: no TF32, no bfloat16 passes. Smaller types keep the default."""
@@ -24,6 +32,7 @@ class Linear(nn.Module):
         input_axes, output_axes: their logical names (None: never split), for parallel/sharding.py.
         use_bias: add a vector of shape [*outputs].
         dtype: of the weights and of the result.
+        fuse: few rows may take a kernel that does all of this at once, where that is faster.
     """
 
     inputs: tuple[int, ...]
@@ -32,9 +41,26 @@ class Linear(nn.Module):
     output_axes: tuple[str | None, ...]
     use_bias: bool = False
     dtype: Any = jnp.float32
+    fuse: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        norm: Norm | None = None,
+        activation: str | None = None,
+        residual: jax.Array | None = None,
+    ) -> jax.Array:
+        """The product of normalised rows, made activation(gate) * up, added to a residual.
+
+        Args:
+            x: [T, *inputs], or their merger.
+            norm: of x, over all of the inputs.
+            activation: a name from `ACTIVATIONS`; the outputs are then (2, F), gates first, and
+                [T, F] comes out.
+            residual: [T, *outputs].
+        """
         kernel = self.param(
             "kernel",
             nn.with_logical_partitioning(
@@ -43,20 +69,34 @@ class Linear(nn.Module):
             (*self.inputs, *self.outputs),
             self.dtype,
         )
-        # One axis to sum over: given several, XLA may transpose the whole kernel at every step.
-        # The axes that come out stay apart, since merging could split one that a mesh shards.
-        size = math.prod(self.inputs)
-        y = jax.lax.dot_general(
-            x.reshape(-1, size),
-            kernel.reshape(size, *self.outputs),
-            (((1,), (0,)), ((), ())),
-            precision=matmul_precision(self.dtype),
-        )
+        bias = None
         if self.use_bias:
-            y += self.param(
+            bias = self.param(
                 "bias",
                 nn.with_logical_partitioning(nn.initializers.zeros, self.output_axes),
                 self.outputs,
                 self.dtype,
             )
-        return y
+        # One axis to sum over: given several, XLA may transpose the whole kernel at every step.
+        # The axes that come out stay apart, since merging could split one that a mesh shards.
+        size = math.prod(self.inputs)
+        x_TI, kernel = x.reshape(-1, size), kernel.reshape(size, *self.outputs)
+        if self.fuse:
+            gated = activation is not None
+            merged = kernel if gated else kernel.reshape(size, -1)
+            if is_faster(x_TI, merged, norm, activation):
+                y = small_batch_linear(
+                    x_TI, merged, norm=norm, bias=bias, activation=activation, residual_TF=residual
+                )
+                return y if gated else y.reshape(-1, *self.outputs)
+        if norm is not None:
+            x_TI = rms_norm(x_TI, norm).astype(self.dtype)
+        y = jax.lax.dot_general(
+            x_TI, kernel, (((1,), (0,)), ((), ())), precision=matmul_precision(self.dtype)
+        )
+        if bias is not None:
+            y += bias
+        if activation is not None:
+            y = y.astype(jnp.float32)
+            y = (ACTIVATIONS[activation](y[:, 0]) * y[:, 1]).astype(self.dtype)
+        return y if residual is None else residual + y

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,12 +24,6 @@ from jaxpaged.parallel.sharding import split_attention
 
 Params = Any  # nested dicts of arrays
 
-ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": partial(jax.nn.gelu, approximate=False),
-    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
-}
-
 
 class Attention(nn.Module):
     """Queries, keys and values; pages written, then read; heads mixed."""
@@ -46,8 +40,9 @@ class Attention(nn.Module):
         # A KV head's queries, key and value lie side by side: split over KV heads, every slice
         # below stays on its device.
         split = ("kv_heads", None, None)
-        self.qkv = Linear((D,), (K, G + 2, H), (None,), split, s.qkv_bias, self.dtype)
-        self.o = Linear((K, G, H), (D,), split, (None,), s.o_bias, self.dtype)
+        linear = partial(Linear, dtype=self.dtype, fuse=fuses(self.backend, self.mesh))
+        self.qkv = linear((D,), (K, G + 2, H), (None,), split, s.qkv_bias)
+        self.o = linear((K, G, H), (D,), split, (None,), s.o_bias)
         if s.qk_norm:
             self.q_norm = RMSNorm(H, s.norm_eps, s.norm_plus_one, self.dtype)
             self.k_norm = RMSNorm(H, s.norm_eps, s.norm_plus_one, self.dtype)
@@ -55,6 +50,8 @@ class Attention(nn.Module):
     def __call__(
         self,
         x_TD: jax.Array,
+        norm: RMSNorm,
+        residual_TD: jax.Array | None,
         rope: tuple[jax.Array, jax.Array],
         pages: jax.Array,
         batch: StepBatch,
@@ -72,8 +69,9 @@ class Attention(nn.Module):
         )
         if self.mesh is not None:
             attend_heads = split_attention(attend_heads, self.mesh)
-        out_TNH, pages = attend_heads(self.qkv(x_TD), pages, scales, rope, batch, places)
-        return self.o(out_TNH), pages
+        qkv_TKXH = self.qkv(x_TD, norm=norm.operands())
+        out_TNH, pages = attend_heads(qkv_TKXH, pages, scales, rope, batch, places)
+        return self.o(out_TNH, residual=residual_TD), pages
 
 
 def _attend_heads(
@@ -94,16 +92,25 @@ class MLP(nn.Module):
 
     spec: ModelSpec
     dtype: Any
+    backend: str
+    mesh: Mesh | None
 
     def setup(self) -> None:
         D, F, bias = self.spec.width, self.spec.ffn, self.spec.mlp_bias
-        self.gate_up = Linear((D,), (2, F), (None,), (None, "ffn"), bias, self.dtype)
-        self.down = Linear((F,), (D,), ("ffn",), (None,), bias, self.dtype)
+        linear = partial(
+            Linear, use_bias=bias, dtype=self.dtype, fuse=fuses(self.backend, self.mesh)
+        )
+        self.gate_up = linear((D,), (2, F), (None,), (None, "ffn"))
+        self.down = linear((F,), (D,), ("ffn",), (None,))
 
-    def __call__(self, x_TD: jax.Array) -> jax.Array:
-        gate_up_TXF = self.gate_up(x_TD).astype(jnp.float32)
-        gate_TF = ACTIVATIONS[self.spec.activation](gate_up_TXF[:, 0])
-        return self.down((gate_TF * gate_up_TXF[:, 1]).astype(self.dtype))
+    def __call__(self, x_TD: jax.Array, norm: RMSNorm, residual_TD: jax.Array | None) -> jax.Array:
+        h_TF = self.gate_up(x_TD, norm=norm.operands(), activation=self.spec.activation)
+        return self.down(h_TF, residual=residual_TD)
+
+
+def fuses(backend: str, mesh: Mesh | None) -> bool:
+    """Whether products of few rows may take their own kernels."""
+    return backend != "xla" and mesh is None
 
 
 class DecoderLayer(nn.Module):
@@ -119,7 +126,7 @@ class DecoderLayer(nn.Module):
         s = self.spec
         norm = partial(RMSNorm, s.width, s.norm_eps, s.norm_plus_one, self.dtype)
         self.attention = Attention(s, self.window, self.dtype, self.backend, self.mesh)
-        self.mlp = MLP(s, self.dtype)
+        self.mlp = MLP(s, self.dtype, self.backend, self.mesh)
         self.attention_norm, self.mlp_norm = norm(), norm()
         if s.post_norms:
             self.attention_post_norm, self.mlp_post_norm = norm(), norm()
@@ -141,14 +148,16 @@ class DecoderLayer(nn.Module):
                 different groups are alike.
             places: where the step's tokens go in that group's pages.
         """
-        mixed_TD, pages = self.attention(self.attention_norm(x_TD), rope, pages, batch, places)
-        if self.spec.post_norms:
-            mixed_TD = self.attention_post_norm(mixed_TD)
-        x_TD += mixed_TD
-        out_TD = self.mlp(self.mlp_norm(x_TD))
-        if self.spec.post_norms:
-            out_TD = self.mlp_post_norm(out_TD)
-        return x_TD + out_TD, pages
+        # A residual is added by the product before it, unless a norm stands between.
+        post_norms = self.spec.post_norms
+        residual_TD = None if post_norms else x_TD
+        mixed_TD, pages = self.attention(
+            x_TD, self.attention_norm, residual_TD, rope, pages, batch, places
+        )
+        x_TD = x_TD + self.attention_post_norm(mixed_TD) if post_norms else mixed_TD
+        residual_TD = None if post_norms else x_TD
+        out_TD = self.mlp(x_TD, self.mlp_norm, residual_TD)
+        return x_TD + self.mlp_post_norm(out_TD) if post_norms else out_TD, pages
 
 
 # Layers that are built alike share one trace: tracing holds the GIL, and no cache saves it.

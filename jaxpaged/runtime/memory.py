@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -15,6 +16,7 @@ log = logging.getLogger(__name__)
 
 FRAGMENTATION_MARGIN = 0.01  # share of the limit kept free: XLA's allocator can't use every hole
 DEFAULT_CPU_PAGE_BYTES = GIB
+ALIGNMENT = 256  # bytes; of XLA's allocator
 
 
 def claim_gpu_memory(utilization: float) -> None:
@@ -74,32 +76,42 @@ def report_outside_pool(device: jax.Device) -> None:
         )
 
 
+def resident_bytes(tree: Any) -> int:
+    """What XLA's allocator takes for the arrays of a (maybe abstract) pytree."""
+    sizes = (leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+
+
 def page_budget(
     *,
     kv_cache_memory_bytes: int | None,
     gpu_memory_utilization: float,
-    device: jax.Device,
+    stats: dict[str, int] | None,
+    resident_bytes: int,
     step_temporary_bytes: int,
     step_input_bytes: int,
 ) -> int:
-    """Bytes for KV pages on this device once the weights are loaded.
+    """Bytes for KV pages on a device.
 
-    On a GPU: XLA's limit - bytes in use - the largest temporaries of a step - two batches in
-    flight - a margin for fragmentation. On CPU 1 GiB unless told.
+    On a GPU: XLA's limit - bytes in use - weights and the rest of the state - the largest
+    temporaries of a step - two batches in flight - a margin for fragmentation. On CPU 1 GiB
+    unless told.
+
+    Args:
+        stats: the GPU's `memory_stats()` before anything is loaded; None on a CPU.
 
     Raises:
         ValueError: nothing is left, naming the smallest utilization that would do.
     """
     if kv_cache_memory_bytes is not None:
         return kv_cache_memory_bytes
-    stats = device.memory_stats() if device.platform == "gpu" else None
     if not stats:
         return DEFAULT_CPU_PAGE_BYTES
-    limit, in_use = stats["bytes_limit"], stats["bytes_in_use"]
+    limit, in_use = stats["bytes_limit"], stats["bytes_in_use"] + resident_bytes
     reserved = step_temporary_bytes + 2 * step_input_bytes + int(FRAGMENTATION_MARGIN * limit)
     free = limit - in_use - reserved
     log.info(
-        "memory: limit %.2f GiB, in use after loading %.2f, step temporaries %.2f, margin %.2f: "
+        "memory: limit %.2f GiB, weights and state %.2f, step temporaries %.2f, margin %.2f: "
         "%.2f GiB for pages",
         limit / GIB,
         in_use / GIB,

@@ -16,20 +16,19 @@ from jaxpaged.core.sequence import SequenceState
 from jaxpaged.models.decoder import Decoder, Params, head_params
 from jaxpaged.runtime import sampler
 from jaxpaged.runtime.batch_builder import BatchBuilder, PromptRow, StepInput
-from jaxpaged.runtime.compilation import Executables, abstract, compile_options
+from jaxpaged.runtime.compilation import Executables
 from jaxpaged.runtime.plan import EnginePlan
 from jaxpaged.runtime.programs import (
     PENALTY_PIECE,
     Forward,
     Key,
-    Programs,
     Sample,
     TakeInput,
     Upkeep,
-    all_keys,
+    zero_states,
 )
 from jaxpaged.runtime.slot_table import SlotTable, has_penalties
-from jaxpaged.runtime.step import rides_along, zero_state
+from jaxpaged.runtime.step import rides_along
 
 NO_MASKS: Mapping[int, np.ndarray] = MappingProxyType({})
 
@@ -63,29 +62,15 @@ class StepResult:
 class ModelRunner:
     """Owns weights, state and executables of one model on one mesh."""
 
-    def __init__(self, model: Decoder, params: Params, plan: EnginePlan, max_logprobs: int) -> None:
-        self.plan = plan
+    def __init__(
+        self, model: Decoder, params: Params, plan: EnginePlan, executables: Executables[Key]
+    ) -> None:
+        self.plan, self.executables = plan, executables
         self._model, self._params, self._head_params = model, params, head_params(params)
         self._shapes = plan.shapes
         self._slots = SlotTable(plan.max_num_seqs, plan.vocab)
         self._builder = BatchBuilder(self._shapes, plan.buckets, self._slots)
-        self._state = zero_state(
-            self._shapes, plan.buckets, plan.kv.zeros(), model.spec.width, model.dtype
-        )
-        self._penalties = sampler.PenaltyState.zeros(plan.max_num_seqs, plan.vocab)
-        self.executables: Executables[Key] = Executables(
-            Programs(
-                model, self._shapes, max_logprobs, params, abstract(self._state),
-                abstract(self._penalties),
-            ),
-            compile_options(jax.default_backend()),
-        )  # fmt: skip
-
-    def compile_all(self) -> None:
-        """Compile everything that a step may need; nothing is compiled afterwards."""
-        self.executables.compile_all(
-            all_keys(self.plan.buckets, self._shapes.input_sizes(self.plan.buckets))
-        )
+        self._state, self._penalties = zero_states(model, plan)
 
     def warm_up(self, keys: Sequence[Key]) -> None:
         """Run executables once on padding, so that the first request finds them loaded."""

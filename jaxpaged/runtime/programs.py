@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,8 @@ import jax.numpy as jnp
 from jaxpaged.core.buckets import Bucket, Buckets
 from jaxpaged.models.decoder import Decoder, Params, head_params
 from jaxpaged.runtime.batch_builder import TABLE_UPDATES
-from jaxpaged.runtime.compilation import Program, abstract
+from jaxpaged.runtime.compilation import Program, compile_options
+from jaxpaged.runtime.plan import EnginePlan
 from jaxpaged.runtime.sampler import VARIANTS, PenaltyState, count_tokens
 from jaxpaged.runtime.slot_table import SCORING
 from jaxpaged.runtime.step import (
@@ -24,6 +26,7 @@ from jaxpaged.runtime.step import (
     sample,
     take_input,
     update_page_tables,
+    zero_state,
 )
 
 PENALTY_PIECE = 2048  # token ids that one call adds to a slot's counts
@@ -64,7 +67,7 @@ Key = Forward | Sample | TakeInput | Upkeep
 def all_keys(buckets: Buckets, input_sizes: Sequence[int]) -> list[Key]:
     """Every executable that a step may need, the largest first: they compile longest."""
     keys: list[Key] = [Forward(bucket) for bucket in reversed(buckets.forward)]
-    for variant in VARIANTS:
+    for variant in reversed(VARIANTS):
         sizes = buckets.scoring_rows if variant in SCORING else buckets.rows
         keys += [Sample(num_rows, variant) for num_rows in sizes]
     return [*keys, *map(TakeInput, input_sizes), *Upkeep]
@@ -82,26 +85,33 @@ def smallest_keys(buckets: Buckets) -> list[Key]:
 
 @dataclass(frozen=True)
 class Programs:
-    """Knows the function and the argument shapes behind each key."""
+    """Knows the function and the argument shapes behind each key.
+
+    Its arrays are abstract: nothing has to be on a device to compile.
+    """
 
     model: Decoder
     shapes: StepShapes
     max_logprobs: int
+    platform: str  # as JAX names it
     params: Params
     state: EngineState
     penalties: PenaltyState
 
     def __call__(self, key: Key) -> Program:
-        state = abstract(self.state)
+        state = self.state
         # The small arrays of the state are whole on every device, and so is all that is sampled.
-        whole = self.state.last_token.sharding
+        whole, options = state.last_token.sharding, compile_options(self.platform)
         match key:
             case Forward(bucket):
                 return Program(
                     functools.partial(forward, self.model, self.shapes, bucket),
-                    (abstract(self.params), state),
+                    (self.params, state),
                     donate=(1,),
-                    out_shardings=jax.tree.map(lambda array: array.sharding, self.state),
+                    out_shardings=jax.tree.map(lambda array: array.sharding, state),
+                    options=compile_options(
+                        self.platform, bucket.num_tokens, self.model.spec.width
+                    ),
                 )
             case Sample(num_rows, variant):
                 return Program(
@@ -109,21 +119,26 @@ class Programs:
                         sample, self.model, self.shapes, num_rows, variant, self.max_logprobs
                     ),
                     (
-                        abstract(head_params(self.params)),
+                        head_params(self.params),
                         state.hidden_RD,
                         state.position_R,
                         state.last_token,
-                        abstract(self.penalties) if variant == "full" else None,
+                        self.penalties if variant == "full" else None,
                         state.input_X
                         if rides_along(variant)
                         else _words(self.shapes.sample_packing(num_rows, variant).size),
                     ),
                     donate=(3, 4),
                     out_shardings=whole,
+                    options=options,
                 )
             case TakeInput(size):
                 return Program(
-                    take_input, (state.input_X, _words(size)), donate=(0,), out_shardings=whole
+                    take_input,
+                    (state.input_X, _words(size)),
+                    donate=(0,),
+                    out_shardings=whole,
+                    options=options,
                 )
             case Upkeep.PAGE_TABLES:
                 entries = _words(TABLE_UPDATES)
@@ -132,14 +147,45 @@ class Programs:
                     (state.page_tables, entries, entries),
                     donate=(0,),
                     out_shardings=whole,
+                    options=options,
                 )
             case Upkeep.PENALTIES:
                 return Program(
                     count_tokens,
-                    (abstract(self.penalties), _words(PENALTY_PIECE + 3)),
+                    (self.penalties, _words(PENALTY_PIECE + 3)),
                     donate=(0,),
                     out_shardings=whole,
+                    options=options,
                 )
+
+
+def make_programs(
+    model: Decoder, plan: EnginePlan, params: Params, max_logprobs: int, device: jax.Device
+) -> Programs:
+    """The programs of an engine with these (abstract) parameters on `device`."""
+    state, penalties = jax.eval_shape(lambda: zero_states(model, plan))
+    return Programs(
+        model,
+        plan.shapes,
+        max_logprobs,
+        device.platform,
+        params,
+        _on(device, state),
+        _on(device, penalties),
+    )
+
+
+def zero_states(model: Decoder, plan: EnginePlan) -> tuple[EngineState, PenaltyState]:
+    """All that outlives a step, of an engine that has computed nothing."""
+    state = zero_state(plan.shapes, plan.buckets, plan.kv.zeros(), model.spec.width, model.dtype)
+    return state, PenaltyState.zeros(plan.max_num_seqs, plan.vocab)
+
+
+def _on(device: jax.Device, tree: Any) -> Any:
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
+    )
 
 
 def _words(count: int) -> jax.ShapeDtypeStruct:

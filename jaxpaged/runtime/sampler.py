@@ -4,8 +4,6 @@ It comes in variants, each a superset of the one before: a row gets the same tok
 those that serve it runs. The order of a row's rules is vLLM's: log-probabilities are the raw
 ones, of the unmodified logits; then allowed tokens, bias, penalties, temperature, min_p, top_k,
 and top_p over what top_k left. A token that ties with the last one kept is kept as well.
-
-There is no sort: a filter is a threshold, found digit by digit of the logits' bits.
 """
 
 from __future__ import annotations
@@ -19,10 +17,11 @@ from flax import struct
 from jax import lax
 
 from jaxpaged.sampling_params import MAX_LOGIT_BIAS
+from pallas_kernels.sample_top_k_top_p import sample_top_k_top_p
+from pallas_kernels.sampling import argmax, draw_tokens
 
 VARIANTS = ("greedy", "plain", "filtered", "logprobs", "full")
 LARGE = 1e30  # beyond any logit, and finite
-GREEDY_TEMPERATURE = 1e-5  # below it the most likely token is taken, as in vLLM
 
 Field = tuple[str, tuple[int, ...], str]  # name, shape after R, dtype
 
@@ -161,6 +160,7 @@ def sample(
     penalties: PenaltyState | None,
     *,
     max_logprobs: int,
+    fused: bool | None = None,
 ) -> tuple[SampleOutput, PenaltyState | None]:
     """Choose a token for every row, or measure the one that the row names.
 
@@ -174,15 +174,21 @@ def sample(
         penalties: token counts by slot, for "full" alone; None otherwise. The tokens chosen
             are added to them.
         max_logprobs: static, entries of `top_id_RX`.
+        fused: static, draw by the kernels for NVIDIA GPUs; None: where the platform is one. Both
+            ways draw the same token, unless rounding decides.
     """
     edited_RV = logits_RV
     if sampling.edits is not None and penalties is not None:
         edited_RV = _edit(logits_RV, sampling.edits, penalties.count_BV[sampling.slot_R])
-    token_R = _argmax(edited_RV)
-    if sampling.draw is not None:
-        greedy_R = sampling.draw.temperature_R < GREEDY_TEMPERATURE
-        drawn_R = _draw(edited_RV, sampling.draw, sampling.position_R, sampling.filters)
-        token_R = jnp.where(greedy_R, token_R, drawn_R)
+    if sampling.draw is None:
+        token_R = argmax(edited_RV)
+    else:
+        if fused is None:
+            fused = jax.default_backend() == "gpu"
+        filters = {} if sampling.filters is None else vars(sampling.filters)
+        token_R = (sample_top_k_top_p if fused else draw_tokens)(
+            edited_RV, position_R=sampling.position_R, **vars(sampling.draw), **filters
+        )
     sampled_R = sampling.target_R < 0
     token_R = jnp.where(sampled_R, token_R, sampling.target_R)
     if penalties is not None:
@@ -192,13 +198,6 @@ def sample(
     if VARIANTS.index(variant) < VARIANTS.index("logprobs"):
         return SampleOutput(token_R), penalties
     return _measure(logits_RV, token_R, max_logprobs), penalties
-
-
-def _argmax(x_RV: jax.Array) -> jax.Array:
-    """First of the largest: two plain reductions, which XLA's CPU backend vectorises."""
-    V = x_RV.shape[1]
-    best_RV = x_RV == x_RV.max(axis=-1, keepdims=True)
-    return jnp.minimum(jnp.where(best_RV, jnp.arange(V), V).min(axis=-1), V - 1)  # if all NaN
 
 
 def _edit(logits_RV: jax.Array, edits: LogitEdits, count_RV: jax.Array) -> jax.Array:
@@ -219,76 +218,6 @@ def _edit(logits_RV: jax.Array, edits: LogitEdits, count_RV: jax.Array) -> jax.A
     x_RV -= edits.frequency_R[:, None] * times_RV
     x_RV -= edits.presence_R[:, None] * (times_RV > 0)
     return jnp.where(allowed_RV, x_RV, -jnp.inf)
-
-
-def _draw(
-    logits_RV: jax.Array, draw: DrawSettings, position_R: jax.Array, filters: Filters | None
-) -> jax.Array:
-    """A random token of each row, by the Gumbel trick: noise belongs to the token's id."""
-    # Relative to the largest, so that a tiny temperature makes no infinity of it.
-    temperature_R1 = jnp.maximum(draw.temperature_R, GREEDY_TEMPERATURE)[:, None]
-    x_RV = (logits_RV - logits_RV.max(axis=-1, keepdims=True)) / temperature_R1
-    noisy_RV = x_RV + _gumbel(draw, position_R, logits_RV.shape[1])
-    if filters is not None:
-        noisy_RV = jnp.where(_kept(x_RV, filters), noisy_RV, -jnp.inf)
-    return _argmax(noisy_RV)
-
-
-def _gumbel(draw: DrawSettings, position_R: jax.Array, V: int) -> jax.Array:
-    def row(seed_2: jax.Array, choice: jax.Array, position: jax.Array) -> jax.Array:
-        key = jax.random.wrap_key_data(seed_2, impl="threefry2x32")
-        key = jax.random.fold_in(jax.random.fold_in(key, choice), position)
-        return jax.random.gumbel(key, (V,), jnp.float32)
-
-    return jax.vmap(row)(draw.seed_R2, draw.choice_R, position_R)
-
-
-def _kept(x_RV: jax.Array, filters: Filters) -> jax.Array:
-    """Which tokens min_p, top_k and top_p leave; `x_RV` is at most 0, and 0 for the best."""
-    V = x_RV.shape[1]
-    weight_RV = jnp.exp(x_RV)
-    kept_RV = weight_RV >= filters.min_p_R[:, None]
-    key_RV = jnp.where(kept_RV, _ordered_bits(x_RV), 0)
-
-    top_k_R = jnp.where(filters.top_k_R > 0, jnp.minimum(filters.top_k_R, V), V)
-    kept_RV &= key_RV >= _threshold(key_RV, jnp.int32(1), top_k_R)[:, None]
-
-    weight_RV = jnp.where(kept_RV, weight_RV, 0)
-    # The best token alone weighs 1: a top_p that rounds to nothing still keeps it.
-    mass_R = jnp.maximum(filters.top_p_R * weight_RV.sum(axis=-1), 1e-30)
-    within_RV = key_RV >= _threshold(key_RV, weight_RV, mass_R)[:, None]
-    return kept_RV & (within_RV | (filters.top_p_R >= 1)[:, None])
-
-
-def _ordered_bits(x: jax.Array) -> jax.Array:
-    """uint32 in the same order as the float32s (-0 = 0)."""
-    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
-    sign = jnp.uint32(1 << 31)
-    return jnp.where(bits & sign, ~bits, bits | sign)
-
-
-def _threshold(
-    key_RV: jax.Array, weight_RV: jax.Array, need_R: jax.Array, digit_bits: int | None = None
-) -> jax.Array:
-    """The largest uint32 t with sum(weight of keys >= t) >= need; 0 if even all do not reach it.
-
-    One digit a pass, the highest first. The sum falls as t grows (rounding keeps that: all
-    passes add in the same order), so the digit is the number of its values that reach `need`.
-    A pass of long digits reads less and compares more, which suits everything but a CPU.
-    """
-    if digit_bits is None:
-        digit_bits = 1 if jax.default_backend() == "cpu" else 4
-
-    def settle(i: jax.Array, t_R: jax.Array) -> jax.Array:
-        shift = (32 - digit_bits * (i + 1)).astype(jnp.uint32)
-        digit_R = jnp.zeros_like(t_R)
-        for value in range(1, 1 << digit_bits):
-            trial_R = t_R | (jnp.uint32(value) << shift)
-            sum_R = jnp.where(key_RV >= trial_R[:, None], weight_RV, 0).sum(axis=-1)
-            digit_R += sum_R >= need_R
-        return t_R | (digit_R << shift)
-
-    return lax.fori_loop(0, 32 // digit_bits, settle, jnp.zeros(need_R.shape, jnp.uint32))
 
 
 def _measure(logits_RV: jax.Array, token_R: jax.Array, max_logprobs: int) -> SampleOutput:

@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import unflatten_dict
 
 from jaxpaged import model_files
 from jaxpaged.config import EngineConfig
-from jaxpaged.layers.attention import attention_backend
+from jaxpaged.layers.attention import AttentionCase, attention_backend
 from jaxpaged.models import load_spec
 from jaxpaged.models.decoder import Decoder, Params
 from jaxpaged.runtime import weights
-from jaxpaged.runtime.compilation import enable_compile_cache
-from jaxpaged.runtime.memory import page_budget, report_outside_pool
+from jaxpaged.runtime.compilation import Executables, cache_folder
+from jaxpaged.runtime.executable_store import ExecutableStore
+from jaxpaged.runtime.memory import page_budget, report_outside_pool, resident_bytes
 from jaxpaged.runtime.model_runner import ModelRunner
 from jaxpaged.runtime.plan import EnginePlan, make_plan, model_dtype
-from jaxpaged.runtime.programs import all_keys, largest_keys, smallest_keys
+from jaxpaged.runtime.programs import (
+    Forward,
+    Key,
+    all_keys,
+    largest_keys,
+    make_programs,
+    smallest_keys,
+    zero_states,
+)
 
 log = logging.getLogger(__name__)
 
@@ -43,63 +57,135 @@ def start_runner(config: EngineConfig, *, serving: bool) -> Started:
     Raises:
         ValueError, OSError: one line that says what to change.
     """
-    seconds: dict[str, float] = {}
-    enable_compile_cache(config.compile_cache_dir)
+    cache = cache_folder(config.compile_cache_dir)
     device = jax.local_devices()[0]
-
-    start = time.perf_counter()
     path = model_files.resolve_model(config.model, config.revision, config.download_dir)
     spec = load_spec(model_files.read_config(path))
     dtype = model_dtype(config, spec.dtype, device.platform)
-    backend = attention_backend(config.attention_backend, device.platform)
     plan = make_plan(config, spec, dtype, device, serving)
+    backend = attention_backend(
+        config.attention_backend,
+        AttentionCase(
+            platform=device.platform,
+            compute_capability=float(getattr(device, "compute_capability", 0)),
+            dtype=dtype,
+            kv_dtype=plan.kv.dtype,
+            queries_per_kv_head=spec.queries_per_kv_head,
+            head_dim=spec.head_dim,
+            page_size=plan.kv.page_size,
+        ),
+    )
     model = Decoder(spec, plan.kv, dtype, backend)
-    params = weights.load_params(path, model, load_format=config.load_format, seed=config.seed)
-    jax.block_until_ready(params)
-    seconds["weights"] = time.perf_counter() - start
+    start = StartUp(
+        config,
+        model,
+        unflatten_dict(weights.abstract_leaves(model), sep="/"),
+        device,
+        None if cache is None else ExecutableStore(cache, [device]),
+    )
 
-    plan = _size_pool(config, plan, model, params, device)
-    runner = _runner(config, plan, model, params)
-    if not config.enforce_eager:
-        runner.compile_all()
-    seconds["trace"] = runner.executables.trace_seconds
-    seconds["compile"] = runner.executables.compile_seconds
-
-    start = time.perf_counter()
-    if not config.enforce_eager:
+    # Stored executables are loaded while the weights are. What has to be compiled waits for them:
+    # XLA tries kernels out in memory that it takes beside them, and would leave holes.
+    jax.device_put(0, device).block_until_ready()  # its allocator exists from here on
+    stats = device.memory_stats() if device.platform == "gpu" else None
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(_load_weights, path, config, model)
+        plan, executables = start.size_pool(plan, stats, loading)
         keys = all_keys(plan.buckets, plan.shapes.input_sizes(plan.buckets))
+        if not config.enforce_eager:
+            executables.compile_all(keys, after=loading)
+        params, weight_seconds = loading.result()
+    begin = time.perf_counter()
+    runner = ModelRunner(model, params, plan, executables)
+    if not config.enforce_eager:
         # A CPU has nothing to load: one small step tells that everything runs.
-        runner.warm_up(smallest_keys(plan.buckets) if device.platform == "cpu" else keys)
-    seconds["warmup"] = time.perf_counter() - start
+        first = smallest_keys(plan.buckets) if device.platform == "cpu" else keys
+        if not _warm_up(runner, first):
+            del runner  # its pages, before there are others
+            executables.compile_all(keys)
+            runner = ModelRunner(model, params, plan, executables)
+            runner.warm_up(first)
+    seconds = {
+        "weights": weight_seconds,
+        "trace": executables.trace_seconds,
+        "compile": executables.compile_seconds,
+        "warmup": time.perf_counter() - begin,
+    }
     if device.platform == "gpu":
         report_outside_pool(device)
     return Started(runner, backend, device.platform, jnp.dtype(dtype).name, seconds)
 
 
-def _runner(config: EngineConfig, plan: EnginePlan, model: Decoder, params: Params) -> ModelRunner:
-    return ModelRunner(model, params, plan, config.max_logprobs)
+def _warm_up(runner: ModelRunner, keys: Sequence[Key]) -> bool:
+    """Run executables once; False: one failed, and those that were stored are to be made anew."""
+    try:
+        runner.warm_up(keys)
+    except jax.errors.JaxRuntimeError as error:
+        if not runner.executables.forget_loaded():
+            raise
+        log.warning("a stored executable does not run, compiling anew: %s", error)
+        return False
+    return True
 
 
-def _size_pool(
-    config: EngineConfig, plan: EnginePlan, model: Decoder, params: Params, device: jax.Device
-) -> EnginePlan:
-    """Give the pool what memory is left beside weights and the largest step."""
-    temporary = step_input = 0
-    measured = config.kv_cache_memory_bytes is None and config.num_gpu_blocks_override is None
-    if device.platform == "gpu" and measured:
-        # The temporaries do not depend on the pool, so a small one will do. The probe's own state
-        # (token counts, tables) still counts as in use below: the runner needs as much again.
-        probe_plan = replace(plan, kv=replace(plan.kv, num_pages=PROBE_PAGES))
-        probe = _runner(config, probe_plan, model, params)
-        largest = largest_keys(plan.buckets)
-        probe.executables.compile_all(largest)
-        temporary = max(probe.executables.temporary_bytes(key) for key in largest)
-        step_input = 4 * plan.shapes.input_sizes(plan.buckets)[-1]
-    budget = page_budget(
-        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        device=device,
-        step_temporary_bytes=temporary,
-        step_input_bytes=step_input,
-    )
-    return plan.with_pages(config, budget)
+def _load_weights(path: Path, config: EngineConfig, model: Decoder) -> tuple[Params, float]:
+    """The parameters on the device, and the seconds that it took."""
+    begin = time.perf_counter()
+    params = weights.load_params(path, model, load_format=config.load_format, seed=config.seed)
+    jax.block_until_ready(params)
+    return params, time.perf_counter() - begin
+
+
+@dataclass(frozen=True)
+class StartUp:
+    """What compiling needs to know before anything is loaded."""
+
+    config: EngineConfig
+    model: Decoder
+    params: Params  # abstract
+    device: jax.Device
+    store: ExecutableStore | None
+
+    def executables(self, plan: EnginePlan) -> Executables[Key]:
+        programs = make_programs(
+            self.model, plan, self.params, self.config.max_logprobs, self.device
+        )
+        return Executables(programs, self.store)
+
+    def size_pool(
+        self, plan: EnginePlan, stats: dict[str, int] | None, loading: Future[Any]
+    ) -> tuple[EnginePlan, Executables[Key]]:
+        """Give the pool what memory is left beside weights and the largest step.
+
+        Returns:
+            The plan with its pages, and its executables: some may be compiled already.
+        """
+        config, probe = self.config, None
+        temporary = step_input = resident = 0
+        measured = config.kv_cache_memory_bytes is None and config.num_gpu_blocks_override is None
+        if stats and measured:
+            # The temporaries do not depend on the pool, so a small one will do. Beside its largest
+            # step there is time to compile all that knows no pool.
+            probe = self.executables(replace(plan, kv=replace(plan.kv, num_pages=PROBE_PAGES)))
+            input_sizes = plan.shapes.input_sizes(plan.buckets)
+            largest = largest_keys(plan.buckets)
+            others = [] if config.enforce_eager else all_keys(plan.buckets, input_sizes)
+            first = [*largest, *(key for key in others if not isinstance(key, Forward))]
+            probe.compile_all(first, after=loading)
+            temporary = max(probe.temporary_bytes(key) for key in largest)
+            step_input = 4 * input_sizes[-1]
+            state = jax.eval_shape(lambda: zero_states(self.model, plan))
+            resident = resident_bytes((self.params, state))
+        budget = page_budget(
+            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            stats=stats,
+            resident_bytes=resident,
+            step_temporary_bytes=temporary,
+            step_input_bytes=step_input,
+        )
+        plan = plan.with_pages(config, budget)
+        executables = self.executables(plan)
+        if probe is not None:
+            executables.adopt(probe)
+        return plan, executables

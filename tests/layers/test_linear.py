@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from jaxpaged.layers import linear
 from jaxpaged.layers.linear import Linear
+from pallas_kernels.small_batch_linear import Norm, small_batch_linear
 
 SPLIT = ("kv_heads", None, None)
 RNG = np.random.default_rng(0)
@@ -42,3 +47,56 @@ def test_float32_multiplies_in_float32_and_smaller_types_by_default() -> None:
         jaxpr = jax.make_jaxpr(layer.apply)(params, jnp.ones((2, 4), dtype))
         (dot,) = [e for e in jaxpr.jaxpr.eqns if e.primitive.name == "dot_general"]
         assert expected in str(dot.params["precision"])
+
+
+def test_norm_before_and_activation_and_residual_after() -> None:
+    x, kernel, residual = (
+        RNG.normal(size=(5, 4)),
+        RNG.normal(size=(4, 2, 6)),
+        RNG.normal(size=(5, 6)),
+    )
+    norm = Norm(RNG.normal(size=4), 1e-3, True)
+    layer = Linear((4,), (2, 6), (None,), (None, "ffn"))
+    y = layer.apply(
+        {"params": {"kernel": kernel}}, x, norm=norm, activation="silu", residual=residual
+    )
+    rows = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-3) * (norm.scale_D + 1)
+    gate, up = rows @ kernel[:, 0], rows @ kernel[:, 1]
+    np.testing.assert_allclose(y, residual + gate / (1 + np.exp(-gate)) * up, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "activation"), [((2, 4, 16), None), ((2, 128), "silu"), ((128,), None)]
+)
+def test_few_rows_in_one_kernel(
+    monkeypatch: pytest.MonkeyPatch, outputs: tuple[int, ...], activation: str | None
+) -> None:
+    """The same numbers, within bfloat16's rounding, from one kernel and nothing else."""
+    monkeypatch.setattr(linear, "small_batch_linear", partial(small_batch_linear, interpret=True))
+    x, kernel = (jnp.asarray(RNG.normal(size=s), jnp.bfloat16) for s in ((8, 512), (512, *outputs)))
+    params = {"params": {"kernel": kernel * 0.05, "bias": jnp.ones(outputs, jnp.bfloat16)}}
+    axes = (None,) * len(outputs)
+    options = {
+        "norm": Norm(jnp.full(512, 1.5, jnp.bfloat16), 1e-6, False),
+        "activation": activation,
+    }
+    if len(outputs) == 1:
+        options = {"residual": jnp.ones((8, 128), jnp.bfloat16)}
+    plain, fused = (
+        Linear((512,), outputs, (None,), axes, use_bias=True, dtype=jnp.bfloat16, fuse=fuse)
+        for fuse in (False, True)
+    )
+    jaxpr = jax.make_jaxpr(partial(fused.apply, **options))(params, x).jaxpr
+    names = [equation.primitive.name for equation in jaxpr.eqns]
+    assert "pallas_call" in names
+    assert "dot_general" not in names
+    expected = np.asarray(plain.apply(params, x, **options), np.float32)
+    got = np.asarray(fused.apply(params, x, **options), np.float32)
+    assert got.shape == expected.shape
+    np.testing.assert_allclose(got, expected, rtol=3e-2, atol=6e-2)
+
+
+def test_float32_takes_no_kernel() -> None:
+    layer = Linear((512,), (128,), (None,), (None,), fuse=True)
+    y = layer.apply({"params": {"kernel": jnp.ones((512, 128))}}, jnp.ones((8, 512)))
+    np.testing.assert_array_equal(y, 512)

@@ -19,6 +19,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.paged_attention_triton import paged_attention_triton
 from pallas_kernels.rope_write import rope_write
+from pallas_kernels.sample_top_k_top_p import sample_top_k_top_p
+from pallas_kernels.small_batch_linear import Norm, small_batch_linear
 
 TARGET = Path(__file__).parent / "h200_target.textproto"
 SHAPES = {
@@ -98,14 +100,76 @@ def compile_rope_write(
         )
 
 
+def compile_sampling(mesh: Mesh, R: int, V: int = 151_936) -> jax.stages.Compiled:
+    sharding = NamedSharding(mesh, PartitionSpec())
+
+    def like(*shape: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+
+    per_row = like(R, dtype="float32")
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = jax.jit(sample_top_k_top_p).lower(
+            like(R, V, dtype="float32"),
+            seed_R2=like(R, 2, dtype="uint32"),
+            choice_R=like(R),
+            position_R=like(R),
+            temperature_R=per_row,
+            top_k_R=like(R),
+            top_p_R=per_row,
+            min_p_R=per_row,
+        )
+        return lowered.compile()
+
+
+# D, columns, activation, what else: the matrices of Qwen3 0.6B, and Llama 3.2 1B's first two.
+LINEAR: tuple[tuple[int, tuple[int, ...], str | None, set[str]], ...] = (
+    (1024, (4096,), None, {"norm"}),
+    (2048, (1024,), None, {"residual_TF"}),
+    (1024, (2, 3072), "silu", {"norm"}),
+    (1024, (2, 3072), "gelu_pytorch_tanh", {"norm", "bias"}),
+    (3072, (1024,), None, {"residual_TF"}),
+    (2048, (3072,), None, {"norm", "bias"}),
+    (2048, (2048,), None, {"residual_TF"}),
+)
+
+
+def compile_linear(
+    mesh: Mesh, T: int, D: int, columns: tuple[int, ...], activation: str | None, others: set[str]
+) -> jax.stages.Compiled:
+    sharding = NamedSharding(mesh, PartitionSpec())
+
+    def like(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
+
+    def product(operands: dict[str, jax.Array]) -> jax.Array:
+        options = dict(operands)
+        if "norm" in options:
+            options["norm"] = Norm(options["norm"], 1e-6, plus_one=False)
+        return small_batch_linear(**options, activation=activation)
+
+    every = {"norm": like(D), "bias": like(*columns), "residual_TF": like(T, columns[-1])}
+    operands = {name: every[name] for name in others}
+    operands |= {"x_TD": like(T, D), "kernel": like(D, *columns)}
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.jit(product).lower(operands).compile()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--names", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16"])
     parser.add_argument("--steps", nargs="*", default=["8x8", "256x256", "2048x256"])
     parser.add_argument("--rope-write", action="store_true", help="that kernel, not attention")
+    parser.add_argument("--sampling", nargs="*", type=int, default=[], metavar="R", help="rows")
+    parser.add_argument("--linear", nargs="*", type=int, default=[], metavar="T", help="rows")
     args = parser.parse_args()
     mesh = h200_mesh()
+    for R in args.sampling:
+        temporary = compile_sampling(mesh, R).memory_analysis().temp_size_in_bytes
+        print(f"compiled sampling {R}: {temporary} bytes", flush=True)
+    for T, case in product(args.linear, LINEAR):
+        compile_linear(mesh, T, *case)
+        print(f"compiled linear {T} {case}", flush=True)
     for name, dtype, size in product(args.names, args.dtypes, args.steps):
         T, B = map(int, size.split("x"))
         if args.rope_write:

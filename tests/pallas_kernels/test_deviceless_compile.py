@@ -53,3 +53,14 @@ def test_rope_write_in_place() -> None:
     assert len(lines) == 7 * 6
     # A copy of the pool would take more than a hundred megabytes.
     assert all(int(line.split()[-2]) < 1 << 20 for line in lines)
+
+
+def test_sampling_needs_little_memory() -> None:
+    lines = compiled("--sampling", "1", "256", "--names")
+    assert len(lines) == 2
+    # Far less than the logits, of which a second array would take 156 megabytes.
+    assert all(int(line.split()[-2]) < 20 << 20 for line in lines)
+
+
+def test_products_of_few_rows() -> None:
+    assert len(compiled("--names", "--linear", "1", "16", "32")) == 21

@@ -49,6 +49,32 @@ def test_one_long_sequence_is_cut_into_many() -> None:
     check(batch(380, T=1, B=1))
 
 
+def test_layers_share_a_plan() -> None:
+    """The kernel leaves its counts of finished items as it found them."""
+    r = batch(200, 90, 33)
+    decode = partial(
+        paged_attention_decode, scale=0.25, config=CUT, interpret=True, num_decodes=r.num_decodes
+    )
+
+    @jax.jit
+    def layers(q_TNH: jax.Array) -> list[jax.Array]:
+        return [
+            decode(factor * q_TNH, r.pages_P2KSH, r.page_table_BM, kv_len_B=r.kv_len_B)
+            for factor in (1.0, 2.0, 3.0)
+        ]
+
+    for factor, out in zip((1.0, 2.0, 3.0), layers(r.q_TNH), strict=True):
+        want = attention_by_definition(r, scale=0.25 * factor)
+        np.testing.assert_allclose(out, want, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize(("B", "programs"), [(1, 64), (3, 30), (6, 2), (6, 64)])
+def test_any_number_of_sequences_and_programs(B: int, programs: int) -> None:
+    lengths = [150, 1, 40, 150, 64, 17][: max(1, B - 1)]
+    r = ragged_batch([(1, n) for n in lengths], T=B, B=B)
+    check(r, TuningConfig(block_keys=16, num_warps=2, num_stages=2, programs=programs))
+
+
 @pytest.mark.parametrize("lengths", [(), (0, 40, 0)], ids=str)
 def test_empty_and_missing_sequences_give_zeros(lengths: tuple[int, ...]) -> None:
     r = batch(*lengths)

@@ -1,5 +1,3 @@
-from types import SimpleNamespace
-
 import pytest
 
 from jaxpaged.config import GIB
@@ -35,14 +33,17 @@ def test_too_small_a_pool_names_the_length_that_fits() -> None:
 
 
 def budget(stats: dict[str, int] | None, **options: int | None) -> int:
-    device = SimpleNamespace(platform="gpu" if stats else "cpu", memory_stats=lambda: stats)
-    settings = {"kv_cache_memory_bytes": None, "step_temporary_bytes": 0, "step_input_bytes": 0}
-    return page_budget(device=device, gpu_memory_utilization=0.9, **(settings | options))  # type: ignore[arg-type]
+    settings = {
+        "kv_cache_memory_bytes": None, "resident_bytes": 0,
+        "step_temporary_bytes": 0, "step_input_bytes": 0,
+    }  # fmt: skip
+    return page_budget(stats=stats, gpu_memory_utilization=0.9, **(settings | options))  # type: ignore[arg-type]
 
 
 def test_budget_is_what_the_limit_leaves() -> None:
     stats = {"bytes_limit": 100 * GIB, "bytes_in_use": 40 * GIB}
     assert budget(stats, step_temporary_bytes=5 * GIB, step_input_bytes=GIB) == 52 * GIB
+    assert budget(stats, resident_bytes=10 * GIB) == 49 * GIB
     assert budget(stats, kv_cache_memory_bytes=123) == 123
     assert budget(None) == GIB
 

@@ -1,0 +1,281 @@
+"""Matrix products of few rows with what stands around them, in Pallas' Triton dialect.
+
+With few rows and a small matrix, starting kernels costs more than moving bytes, so the norm
+before the product and the bias, gated activation and residual after it are done on the way. One
+program serves a block of output columns. Where that leaves multiprocessors idle, several share a
+block's sum; the last to finish adds up their parts, always in the same order.
+
+The norm costs no pass of its own: rows are multiplied by its factors as they arrive, their
+squares are summed beside the product, and the product is divided by the root at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+MAX_ROWS = 32
+MAX_ELEMENTS = 8 << 20  # of a kernel; XLA streams larger ones as fast, and fuses as much
+PROGRAMS = 132  # multiprocessors of an H100 or H200
+
+ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+}
+NOT_IN_KERNELS = "gelu"  # the dialect has no erf
+
+
+class Norm(NamedTuple):
+    """Operands of a root-mean-square norm over D.
+
+    Attributes:
+        scale_D: factors, less 1 if `plus_one`.
+        eps: added to the mean square.
+    """
+
+    scale_D: jax.Array
+    eps: float
+    plus_one: bool
+
+
+def rms_norm(x: jax.Array, norm: Norm) -> jax.Array:
+    """x / rms(x) * factor over the last axis, in float32."""
+    x = x.astype(jnp.float32)
+    x *= lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + norm.eps)
+    return x * (norm.scale_D.astype(jnp.float32) + norm.plus_one)
+
+
+@dataclass(frozen=True)
+class TuningConfig:
+    """How a product is laid out on the card.
+
+    Attributes:
+        block_out: output columns of a program, a power of two from 16 to 128.
+        block_in: terms of the sum that are loaded at once, a power of two from 16 to 1024. With a
+            norm, fewer than 64 a warp delay every step by a trip to memory.
+        splits: programs that share the sum; 1 with a norm.
+        num_warps: warps of a program, a power of two up to 8.
+        num_stages: depth of the load pipeline.
+    """
+
+    block_out: int
+    block_in: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        if self.block_out not in (16, 32, 64, 128):
+            raise ValueError(f"block_out must be 16, 32, 64 or 128, got {self.block_out}")
+        if self.block_in not in (16, 32, 64, 128, 256, 512, 1024):
+            raise ValueError(f"block_in must be a power of two up to 1024, got {self.block_in}")
+        if not 1 <= self.splits <= 16:
+            raise ValueError(f"splits must be from 1 to 16, got {self.splits}")
+        if self.num_warps not in (1, 2, 4, 8):
+            raise ValueError(f"num_warps must be 1, 2, 4 or 8, got {self.num_warps}")
+        if not 1 <= self.num_stages <= 8:
+            raise ValueError(f"num_stages must be from 1 to 8, got {self.num_stages}")
+
+    def fits(self, D: int, F: int) -> bool:
+        """Whether blocks divide D terms and F columns."""
+        return F % self.block_out == 0 and D % (self.block_in * self.splits) == 0
+
+
+def tuning_config(*, T: int, D: int, F: int, gated: bool, has_norm: bool) -> TuningConfig:
+    """The setting for T rows of D terms and F columns out, as measured on an H200.
+
+    All fit the 99 KiB of shared memory of GPUs of compute capability 8.6 and 8.9.
+    """
+    blocks = F // 32
+    if not has_norm and blocks <= PROGRAMS // 2:
+        splits = min(4, PROGRAMS // max(blocks, 1))
+        return TuningConfig(32, 128, splits, 4, max(1, min(6, D // 128 // splits)))
+    # Each warp multiplies the rows by the norm's factors anew; with enough columns a warp it pays.
+    few = has_norm and not gated and T <= 16
+    return TuningConfig(32, 256, 1, 2 if few else 4, 3 if gated else 4)
+
+
+def is_faster(
+    x_TD: jax.Array, kernel: jax.Array, norm: Norm | None, activation: str | None
+) -> bool:
+    """Whether `small_batch_linear` takes these operands, and an H200 less time than XLA's way."""
+    return (
+        x_TD.dtype == kernel.dtype == jnp.bfloat16
+        and x_TD.shape[0] <= MAX_ROWS
+        and kernel.size <= MAX_ELEMENTS
+        and activation != NOT_IN_KERNELS
+        and (norm is None or not norm.plus_one)
+        and _config(x_TD, kernel, norm).fits(kernel.shape[0], kernel.shape[-1])
+    )
+
+
+def _config(x_TD: jax.Array, kernel: jax.Array, norm: Norm | None) -> TuningConfig:
+    (T, D), F = x_TD.shape, kernel.shape[-1]
+    return tuning_config(T=T, D=D, F=F, gated=kernel.ndim == 3, has_norm=norm is not None)
+
+
+def small_batch_linear(
+    x_TD: jax.Array,
+    kernel: jax.Array,
+    *,
+    norm: Norm | None = None,
+    bias: jax.Array | None = None,
+    activation: str | None = None,
+    residual_TF: jax.Array | None = None,
+    config: TuningConfig | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """residual + activation(gate) * up of norm(x) @ kernel + bias; all but the product optional.
+
+    Sums are float32 and rounded once, at the end. A row's result does not depend on other rows.
+
+    Args:
+        x_TD: bfloat16 rows, T <= 32.
+        kernel: [D, F], with an activation [D, 2, F], gates first; bfloat16.
+        norm: of x; without `plus_one`.
+        bias: [F] or [2, F], as the kernel has columns.
+        activation: a name from `ACTIVATIONS`, but not gelu by the error function.
+        residual_TF: added last.
+        config: layout on the card, which must divide D and F; None: `tuning_config`.
+        interpret: run on any platform, slowly.
+
+    Returns:
+        [T, F] in bfloat16.
+
+    Raises:
+        ValueError: operands outside these bounds.
+    """
+    T, D = x_TD.shape
+    gated, F = activation is not None, kernel.shape[-1]
+    config = config or _config(x_TD, kernel, norm)
+    if kernel.shape != ((D, 2, F) if gated else (D, F)):
+        raise ValueError(f"rows of {D} and {activation} do not fit a kernel of {kernel.shape}")
+    if not x_TD.dtype == kernel.dtype == jnp.bfloat16:
+        raise ValueError(f"expected bfloat16, got {x_TD.dtype} and {kernel.dtype}")
+    if T > MAX_ROWS or not config.fits(D, F):
+        raise ValueError(f"{T} rows of {D} to {F} columns do not fit {config}")
+    if norm is not None and (norm.plus_one or config.splits > 1):
+        raise ValueError("a norm must be without plus_one and its sum unsplit")
+    if activation == NOT_IN_KERNELS:
+        raise ValueError(f"{activation} has no place in a kernel")
+    R, width = 16 if T <= 16 else 32, config.block_out * (1 + gated)
+    operands = {
+        "x": x_TD,
+        "kernel": kernel.reshape(D, -1),
+        "scale": None if norm is None else norm.scale_D,
+        "bias": None if bias is None else bias.reshape(-1),
+        "residual": residual_TF,
+    }
+    outs = {"out": jax.ShapeDtypeStruct((T, F), x_TD.dtype)}
+    if config.splits > 1:
+        blocks = F // config.block_out
+        # One array serves all calls of a program: each leaves it as it was.
+        operands["arrived"] = jnp.zeros((blocks,), jnp.int32)
+        outs["part"] = jax.ShapeDtypeStruct((blocks, config.splits, R, width), jnp.float32)
+    names = [name for name, operand in operands.items() if operand is not None]
+    return pl.pallas_call(
+        partial(
+            _kernel,
+            names=(*names, *outs),
+            R=R,
+            eps=0.0 if norm is None else norm.eps,
+            activation=activation,
+            config=config,
+            barrier=not interpret,
+        ),
+        grid=(F // config.block_out * config.splits,),
+        out_shape=list(outs.values()),
+        compiler_params=pltriton.CompilerParams(
+            num_warps=config.num_warps, num_stages=config.num_stages
+        ),
+        interpret=interpret,
+        name="small_batch_linear",
+    )(*(operands[name] for name in names))[0]
+
+
+def _kernel(
+    *refs: Any,
+    names: tuple[str, ...],
+    R: int,
+    eps: float,
+    activation: str | None,
+    config: TuningConfig,
+    barrier: bool,
+) -> None:
+    ref = dict(zip(names, refs, strict=True))
+    (T, F), D = ref["out"].shape, ref["x"].shape[1]
+    B, C, splits = config.block_out, config.block_in, config.splits
+    block, split = lax.div(pl.program_id(0), splits), lax.rem(pl.program_id(0), splits)
+    t_R1, f_B = jnp.arange(R)[:, None], block * B + jnp.arange(B)
+    # Columns of the kernel: those of the gates, then those of the ups.
+    w_W = jnp.arange(B if activation is None else 2 * B)
+    column_W = lax.div(w_W, B) * F + block * B + lax.rem(w_W, B)
+    steps = D // C // splits
+
+    def step(i: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        sum_RW, square_RC = sums
+        d_C = (split * steps + i) * C + jnp.arange(C)
+        live_RC = jnp.broadcast_to(t_R1 < T, (R, C))
+        x_RC = pltriton.load(ref["x"].at[t_R1, d_C[None, :]], mask=live_RC, other=0)
+        if "scale" in ref:
+            wide_RC = x_RC.astype(jnp.float32)
+            square_RC += wide_RC * wide_RC
+            # The only rounding, as in the norm: the root is divided by at the end.
+            x_RC *= ref["scale"][d_C][None, :]
+        kernel_CW = ref["kernel"][d_C[:, None], column_W[None, :]]
+        return sum_RW + pltriton.dot(x_RC, kernel_CW), square_RC
+
+    zero_RW = jnp.zeros((R, w_W.size), jnp.float32)
+    zero_RC = jnp.zeros((R, C if "scale" in ref else 1), jnp.float32)
+    sum_RW, square_RC = lax.fori_loop(0, steps, step, (zero_RW, zero_RC))
+
+    def finish(sum_RW: jax.Array) -> None:
+        if "scale" in ref:
+            sum_RW *= lax.rsqrt(square_RC.sum(axis=1) / D + eps)[:, None]
+        if "bias" in ref:
+            sum_RW += ref["bias"][column_W].astype(jnp.float32)[None, :]
+        y_RB = sum_RW if activation is None else _gate(sum_RW, activation)
+        at_RB = (t_R1, f_B[None, :])
+        live_RB = jnp.broadcast_to(t_R1 < T, (R, B))
+        if "residual" in ref:
+            residual_RB = pltriton.load(ref["residual"].at[at_RB], mask=live_RB, other=0)
+            y_RB += residual_RB.astype(jnp.float32)
+        pltriton.store(ref["out"].at[at_RB], y_RB.astype(ref["out"].dtype), mask=live_RB)
+
+    if splits == 1:
+        finish(sum_RW)
+        return
+    ref["part"][block, split] = sum_RW
+    if barrier:
+        pltriton.debug_barrier()  # all warps' parts are written before one says so
+    arrived = pltriton.atomic_add(ref["arrived"], (block,), jnp.int32(1))
+
+    @pl.when(arrived == splits - 1)
+    def _() -> None:
+        finish(sum((_read_part(ref["part"], block, s, R, w_W) for s in range(splits)), zero_RW))
+        ref["arrived"][block] = jnp.int32(0)
+
+
+def _read_part(part_ref: Any, block: jax.Array, split: int, R: int, w_W: jax.Array) -> jax.Array:
+    """Another program's part: past the multiprocessor's own cache."""
+    place = part_ref.at[block, split, jnp.arange(R)[:, None], w_W[None, :]]
+    return pltriton.load(place, volatile=True)
+
+
+def _gate(sum_RW: jax.Array, activation: str) -> jax.Array:
+    """activation(gate) * up of [gates, ups]."""
+    R, W = sum_RW.shape
+    y_R2B = sum_RW.reshape(R, 2, W // 2)
+    is_up = lax.broadcasted_iota(jnp.int32, y_R2B.shape, 1) == 1
+    gate_RB = jnp.where(is_up, 0.0, y_R2B).sum(axis=1)
+    up_RB = jnp.where(is_up, y_R2B, 0.0).sum(axis=1)
+    return ACTIVATIONS[activation](gate_RB) * up_RB

@@ -1,0 +1,123 @@
+"""Check products of few rows against float64 on the GPU, and time them beside XLA's.
+
+Prints a line a product, then microseconds a layer of a chain of layers' four products, with norms,
+activation and residuals, each layer with weights of its own. Returns 1 if any product is wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from jaxpaged.layers.linear import Linear
+from pallas_kernels.small_batch_linear import Norm
+
+LAYERS = 28
+D, F, HEADS, QKV = 1024, 3072, 2048, 4096  # Qwen3 0.6B
+SHAPES = {"qkv": (D, (QKV,)), "o": (HEADS, (D,)), "gate_up": (D, (2, F)), "down": (F, (D,))}
+Params = dict[str, jax.Array]
+
+
+def product(name: str, params: Params, x_TD: jax.Array, fuse: bool, **options: Any) -> jax.Array:
+    """One of the layer's products as the model runs it."""
+    inputs, outputs = SHAPES[name]
+    axes = (None,) * len(outputs)
+    layer = Linear((inputs,), outputs, (None,), axes, dtype=params[name].dtype, fuse=fuse)
+    return layer.apply({"params": {"kernel": params[name]}}, x_TD, **options)
+
+
+def run_layer(params: Params, x_TD: jax.Array, fuse: bool) -> dict[str, jax.Array]:
+    """What each of a layer's products makes of the one before; attention is left out."""
+    run = partial(product, params=params, fuse=fuse)
+    norm = Norm(params["scale"], 1e-6, plus_one=False)
+    qkv = run("qkv", x_TD=x_TD, norm=norm)
+    o = run("o", x_TD=qkv[:, :HEADS], residual=x_TD)
+    gate_up = run("gate_up", x_TD=o, norm=norm, activation="silu")
+    return {
+        "qkv": qkv,
+        "o": o,
+        "gate_up": gate_up,
+        "down": run("down", x_TD=gate_up, residual=o),
+    }
+
+
+def random(key: int, *shape: int, scale: float) -> jax.Array:
+    """Normal bfloat16 numbers."""
+    return (jax.random.normal(jax.random.key(key), shape) * scale).astype(jnp.bfloat16)
+
+
+def weights(key: int) -> Params:
+    """A layer's kernels and norm factors, which keep the size of what passes through."""
+    params = {
+        name: random(key + i, inputs, *outputs, scale=inputs**-0.5)
+        for i, (name, (inputs, outputs)) in enumerate(SHAPES.items())
+    }
+    return {**params, "scale": 1 + random(key + 9, D, scale=0.2)}
+
+
+def check(T: int) -> bool:
+    """Whether each product, given the same rows, is within bfloat16's rounding of float64."""
+    params, x_TD = weights(0), random(99, T, D, scale=1)
+    got = jax.jit(partial(run_layer, fuse=True))(params, x_TD)
+    again = jax.jit(partial(run_layer, fuse=True))(params, x_TD)
+    f = {name: np.asarray(x, np.float64) for name, x in {**params, "x": x_TD}.items()}
+    y = {name: np.asarray(x, np.float64) for name, x in got.items()}
+
+    def normed(x: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * f["scale"]
+
+    gate, up = np.moveaxis(np.tensordot(normed(y["o"]), f["gate_up"], 1), 1, 0)
+    want = {
+        "qkv": normed(f["x"]) @ f["qkv"],
+        "o": f["x"] + y["qkv"][:, :HEADS] @ f["o"],
+        "gate_up": gate / (1 + np.exp(-gate)) * up,
+        "down": y["o"] + y["gate_up"] @ f["down"],
+    }
+    good = True
+    for name in SHAPES:
+        worst = (np.abs(y[name] - want[name]) / (1 + np.abs(want[name]))).max()
+        fine = bool(worst < 2e-2 and (got[name] == again[name]).all())  # NaN is not
+        print("ok  " if fine else "BAD ", f"{worst:.1e}", name, f"T {T}", flush=True)
+        good &= fine
+    return good
+
+
+def microseconds(T: int, fuse: bool) -> float:
+    """A layer's share of a chain of layers, median of five."""
+    layers = [weights(100 * i) for i in range(LAYERS)]
+
+    @jax.jit
+    def chain(layers: list[Params], x_TD: jax.Array) -> jax.Array:
+        for params in layers:
+            x_TD = run_layer(params, x_TD, fuse)["down"]
+        return x_TD
+
+    x_TD, taken = random(98, T, D, scale=1), []
+    jax.block_until_ready([chain(layers, x_TD) for _ in range(3)])
+    for _ in range(5):
+        start = time.perf_counter()
+        jax.block_until_ready([chain(layers, x_TD) for _ in range(20)])
+        taken.append(time.perf_counter() - start)
+    return sorted(taken)[2] / 20 / LAYERS * 1e6
+
+
+def main() -> int:
+    """Check, then time; returns 1 if any product is wrong."""
+    good = all([check(T) for T in (1, 8, 16, 27, 32)])
+    for T in (8, 16, 32):
+        xla, fused = microseconds(T, False), microseconds(T, True)
+        print(f"T {T}: {fused:.1f} us a layer, XLA {xla:.1f}", flush=True)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
