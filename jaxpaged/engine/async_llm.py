@@ -18,7 +18,7 @@ from jaxpaged import model_files
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.core_client import CORE_COMMAND, CoreClient
 from jaxpaged.engine.errors import BadRequestError, EngineDeadError, RequestFailedError
-from jaxpaged.engine.grammar_checker import COMPILE_SECONDS, too_slow
+from jaxpaged.engine.grammar_checker import COMPILE_SECONDS, GrammarChecker, too_slow
 from jaxpaged.engine.input_processor import InputProcessor, Prompt
 from jaxpaged.engine.messages import (
     AbortRequests,
@@ -82,6 +82,7 @@ class AsyncLLM:
     ) -> None:
         self.config = config
         self.tokenizer: Tokenizer | None = None
+        self._grammars: GrammarChecker | None = None  # None: there is no tokenizer
         self.sampling_defaults: dict[str, Any] = {}  # from the model's generation_config.json
         self.stats = EngineStats()
         self.dead: EngineDeadError | None = None
@@ -113,11 +114,13 @@ class AsyncLLM:
             await self._core.launch(config)
             if not config.skip_tokenizer_init:
                 self.tokenizer = await asyncio.to_thread(self._load_tokenizer, folder)
+                self._grammars = GrammarChecker(self.tokenizer.file)
+                await asyncio.to_thread(self._grammars.warm_up)
             self.info = await self._core.wait_ready()
         except BaseException:
             await asyncio.shield(self._core.kill())
             raise
-        self._inputs = InputProcessor(self.info, self.tokenizer)
+        self._inputs = InputProcessor(self.info, self.tokenizer, self._grammars)
         self._outputs = OutputProcessor(self.tokenizer)
         self.metrics = Metrics(self.info, *self._labels)
         self._tasks.append(asyncio.create_task(self._read()))
@@ -147,9 +150,8 @@ class AsyncLLM:
             params,
             **{"arrival_time": time.time(), **options},
         )
-        grammars = self._inputs.grammars
-        if params.structured_outputs is not None and grammars is not None:
-            checked = asyncio.wrap_future(grammars.submit(params.structured_outputs))
+        if params.structured_outputs is not None and self._grammars is not None:
+            checked = asyncio.wrap_future(self._grammars.submit(params.structured_outputs))
             try:
                 grammar = await asyncio.wait_for(checked, COMPILE_SECONDS)
             except TimeoutError:

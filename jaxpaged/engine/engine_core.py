@@ -49,6 +49,10 @@ class EngineCore:
         self, config: EngineConfig, *, serving: bool = False, import_seconds: float = 0.0
     ) -> None:
         begin = time.perf_counter()
+        self._grammars = Grammars(functools.partial(tokenizer_file, config))
+        if serving and not config.skip_tokenizer_init:
+            self._grammars.warm_up()  # while weights are read and executables compiled
+        self._compiling: list[tuple[AddRequest, int, Future[GrammarState]]] = []
         started = start_runner(config, serving=serving)
         self._runner = started.runner
         plan = self._runner.plan
@@ -69,8 +73,6 @@ class EngineCore:
                 max_num_queued_tokens=config.max_num_queued_tokens,
             )
         )
-        self._grammars = Grammars(functools.partial(tokenizer_file, config), plan.vocab)
-        self._compiling: list[tuple[AddRequest, int, Future[GrammarState]]] = []
         self._seed, self._seeds_drawn = config.seed, itertools.count()
         self._pending: InFlight | None = None  # dispatched, not yet collected
         self._outputs: list[SequenceOutput] = []  # news for the front end
@@ -115,7 +117,7 @@ class EngineCore:
         if message.grammar is None:
             self._queue(message, seed, None)
         else:
-            compiled = self._grammars.compile(message.grammar, message.eos_token_ids)
+            compiled = self._grammars.compile(message.grammar)
             self._compiling.append((message, seed, compiled))
 
     def _queue(self, message: AddRequest, seed: int, grammar: GrammarState | None) -> None:
@@ -239,7 +241,7 @@ class EngineCore:
 
     def _grammar_masks(self, scheduled: SchedulerOutput) -> dict[int, np.ndarray]:
         """By slot; a request whose grammar cannot be followed any more ends alone."""
-        masks, failed = self._grammars.masks(scheduled.sequences)
+        masks, failed = self._grammars.masks(scheduled.sequences, self._runner.plan.vocab)
         for sequence, reason in failed:
             request_id = sequence.request.request_id
             log.warning("request %s cannot follow its grammar: %s", request_id, reason)
