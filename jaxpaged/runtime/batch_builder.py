@@ -192,8 +192,7 @@ class BatchBuilder:
             return None
         variant = self._slots.variant(sampled, bool(prompt_rows))
         num_rows = self._buckets.fit_rows(count, scoring=variant in SCORING)
-        embeds = any(item.sequence.request.pooling for item in sampled)
-        return Sampling(num_rows, variant, sampled, prompt_rows, embeds)
+        return Sampling(num_rows, variant, sampled, prompt_rows, self._slots.embeds(sampled))
 
     def late_words(self, sampling: Sampling, grammar_masks: Mapping[int, np.ndarray]) -> np.ndarray:
         """Settings of a sampling that does not ride along, once its masks can be told.
