@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from llguidance.gbnf_to_lark import is_lark_syntax
 
@@ -70,25 +71,23 @@ def _translate(wanted: StructuredOutputs) -> str:
     )
 
 
-def read_vocabulary(file: Path, size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
+def read_vocabulary(file: Path) -> LLTokenizer:
     """The tokens of a tokenizer.json, as llguidance wants them.
 
-    Args:
-        size: of the model's vocabulary, which may be larger or smaller than the tokenizer's.
-        eos_token_ids: what may end a text.
+    Takes a second for a large one, and keeps the GIL: to be called at start. Its `eos_token`, some
+    special token that no text is likely to hold, stands for whatever ends the texts of this model.
 
     Raises:
-        GrammarError: llguidance cannot read it, or no token ends a text.
+        GrammarError: llguidance cannot read it.
     """
-    if not eos_token_ids:
-        raise GrammarError("structured_outputs need a tokenizer that names an end token")
     try:
         definition = file.read_text(encoding="utf-8")
-        whole = LLTokenizer(definition, eos_token=list(eos_token_ids))
-        if whole.vocab_size >= size:
-            return whole
-        return LLTokenizer(definition, n_vocab=size, eos_token=list(eos_token_ids))
-    except (OSError, ValueError) as error:
+        added = msgspec.json.decode(definition, type=_Definition).added_tokens
+        special = [token.id for token in added if token.special]
+        if not special:
+            raise ValueError("it has no special token")
+        return LLTokenizer(definition, eos_token=special[-1])
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
         raise GrammarError(
             f"structured_outputs cannot use this model's tokenizer: {one_line(str(error))}"
         ) from error
@@ -107,6 +106,17 @@ def compile_grammar(vocabulary: LLTokenizer, text: str) -> LLMatcher:
     if matcher.is_error():
         raise GrammarError(one_line(matcher.get_error()))
     return matcher
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    special: bool = False
+
+
+class _Definition(msgspec.Struct):
+    """What is read of a tokenizer.json here."""
+
+    added_tokens: list[_AddedToken] = []
 
 
 class CompilerThreads:

@@ -93,7 +93,10 @@ class Client:
 
     def _body(self, **more: Any) -> tuple[str, dict[str, Any]]:
         text = " ".join(self._rng.choices(WORDS, k=self._rng.randint(1, 40)))
-        body = {"max_tokens": self._rng.randint(1, 64), "n": self._rng.choice([1, 1, 1, 2])}
+        body: dict[str, Any] = {
+            "max_tokens": self._rng.randint(1, 64),
+            "n": self._rng.choice([1, 1, 2]),
+        }
         body["temperature"] = self._rng.choice([0, 1])
         if self._rng.random() < 0.2:
             body["stop"] = ["the", " of love"]

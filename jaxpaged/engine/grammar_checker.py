@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from concurrent.futures import Future
 from pathlib import Path
@@ -28,14 +29,20 @@ class GrammarChecker:
 
     Args:
         tokenizer_file: the tokenizer.json that the core reads too.
-        size: of the model's vocabulary.
-        eos_token_ids: what may end a text.
     """
 
-    def __init__(self, tokenizer_file: Path, size: int, eos_token_ids: list[int]) -> None:
-        self._source = (tokenizer_file, size, eos_token_ids)
+    def __init__(self, tokenizer_file: Path) -> None:
+        self._file = tokenizer_file
         self._threads = CompilerThreads(2)
         self._compile = functools.lru_cache(CACHED)(self._compile_anew)
+
+    def warm_up(self) -> None:
+        """Read the tokenizer now, so that no request has to wait for it.
+
+        Not being able to is no failure before a request asks for a grammar.
+        """
+        with contextlib.suppress(GrammarError):
+            self._vocabulary  # noqa: B018
 
     def submit(self, wanted: StructuredOutputs) -> Future[str]:
         """The grammar for the core, in a while; a BadRequestError if it cannot be followed.
@@ -72,8 +79,7 @@ class GrammarChecker:
 
     @functools.cached_property
     def _vocabulary(self) -> LLTokenizer:
-        """Takes a second for a large one: made when it is first wanted."""
-        return read_vocabulary(*self._source)
+        return read_vocabulary(self._file)
 
 
 def too_slow() -> BadRequestError:

@@ -24,13 +24,17 @@ class InputProcessor:
     Args:
         info: the engine's limits.
         tokenizer: None: only token ids are taken.
+        grammars: checks structured_outputs; None: refuse them, as there is no tokenizer.
     """
 
-    def __init__(self, info: EngineInfo, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        info: EngineInfo,
+        tokenizer: Tokenizer | None,
+        grammars: GrammarChecker | None = None,
+    ) -> None:
         self._info, self._tokenizer = info, tokenizer
-        self.grammars: GrammarChecker | None = None  # None: no tokenizer is loaded
-        if tokenizer is not None:
-            self.grammars = GrammarChecker(tokenizer.file, info.vocab_size, tokenizer.eos_token_ids)
+        self._grammars = grammars
 
     def request(
         self,
@@ -42,6 +46,7 @@ class InputProcessor:
         truncate_prompt_tokens: int | None = None,
         default_max_tokens: int | None = None,
         cache_salt: str | None = None,
+        pooling: bool = False,
         grammar: str | None = None,
         arrival_time: float | None = None,
     ) -> AddRequest:
@@ -51,7 +56,8 @@ class InputProcessor:
             truncate_prompt_tokens: keep at most that many of the prompt's last tokens; -1: as
                 many as the model takes.
             default_max_tokens: at most that many output tokens if max_tokens is None.
-            grammar: what `grammars` made of structured_outputs, if they are checked already.
+            pooling: the prompt's embedding is wanted.
+            grammar: what the checker made of structured_outputs, if they are checked already.
             arrival_time: time.time() when it came in; default: now.
 
         Raises:
@@ -69,9 +75,14 @@ class InputProcessor:
             raise BadRequestError("stop strings need detokenize=True", "stop")
         if params.structured_outputs is not None and grammar is None:
             grammar = self._grammar(params.structured_outputs)
-        eos = [] if self._tokenizer is None else self._tokenizer.eos_token_ids
+        known = [] if self._tokenizer is None else self._tokenizer.eos_token_ids
+        eos = [token_id for token_id in known if token_id < self._info.vocab_size]
         if params.ignore_eos and grammar is None:  # a grammar that is at its end wants EOS
             eos = []
+        if grammar is not None and not eos:
+            raise BadRequestError(
+                "structured_outputs need a tokenizer that names an end token", PARAM
+            )
         return AddRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -81,15 +92,16 @@ class InputProcessor:
             bad_word_ids=[ids for word in params.bad_words for ids in self._bad_word_ids(word)],
             grammar=grammar,
             cache_salt=cache_salt,
+            pooling=pooling,
         )
 
     def _grammar(self, wanted: StructuredOutputs) -> str:
-        if self.grammars is None:
+        if self._grammars is None:
             raise BadRequestError(
                 "structured_outputs need a tokenizer, and none is loaded (skip_tokenizer_init)",
                 PARAM,
             )
-        return self.grammars.check(wanted)
+        return self._grammars.check(wanted)
 
     def _token_ids(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, dict):

@@ -16,6 +16,7 @@ from jaxpaged import model_files
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.engine_core import EngineCore
 from jaxpaged.engine.errors import BadRequestError
+from jaxpaged.engine.grammar_checker import GrammarChecker
 from jaxpaged.engine.input_processor import InputProcessor, Prompt
 from jaxpaged.engine.messages import AddRequest, EngineInfo
 from jaxpaged.engine.output_processor import OutputProcessor
@@ -62,7 +63,8 @@ class LLM:
             generation_defaults(folder) if self.config.generation_config == "auto" else {}
         )
         self._core = EngineCore(self.config)
-        self._inputs = InputProcessor(self._core.info, self.tokenizer)
+        grammars = None if self.tokenizer is None else GrammarChecker(self.tokenizer.file)
+        self._inputs = InputProcessor(self._core.info, self.tokenizer, grammars)
         self._outputs = OutputProcessor(self.tokenizer)
         self._ids = itertools.count()
         self._in_use = threading.Lock()

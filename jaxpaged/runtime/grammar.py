@@ -13,6 +13,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask_par
 
+from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import ScheduledSequence
 from jaxpaged.core.sequence import SequenceState
 from jaxpaged.grammar import CompilerThreads, compile_grammar, one_line, read_vocabulary
@@ -23,7 +24,7 @@ MAX_THREADS = 8  # that compute masks
 
 
 class GrammarState:
-    """A place in a grammar: behind the first `num_taken` outputs of a sequence."""
+    """A place in a grammar: behind the first `num_taken` outputs of one sequence."""
 
     def __init__(self, matcher: LLMatcher, num_taken: int = 0) -> None:
         self.matcher = matcher
@@ -33,13 +34,14 @@ class GrammarState:
         """The same place, to go on from alone."""
         return GrammarState(self.matcher.deep_copy(), self.num_taken)
 
-    def take(self, output_ids: Sequence[int]) -> None:
-        """Move behind all of these outputs, of which it knows the first ones.
+    def catch_up(self, sequence: SequenceState) -> None:
+        """Move behind all outputs that the host knows.
 
         A preempted sequence keeps its outputs, so that a place never moves back.
         """
-        self.matcher.consume_tokens(list(output_ids[self.num_taken :]))
-        self.num_taken = len(output_ids)
+        fresh = sequence.token_ids[sequence.prompt_len + self.num_taken :]
+        self.matcher.consume_tokens(fresh)
+        self.num_taken += len(fresh)
 
 
 class Grammars:
@@ -47,32 +49,36 @@ class Grammars:
 
     Args:
         tokenizer_file: finds the model's tokenizer.json; called once, in a thread.
-        vocab: size of the model's vocabulary.
     """
 
-    def __init__(self, tokenizer_file: Callable[[], Path], vocab: int) -> None:
-        self._tokenizer_file, self._vocab = tokenizer_file, vocab
+    def __init__(self, tokenizer_file: Callable[[], Path]) -> None:
+        self._tokenizer_file = tokenizer_file
         self._compiled: OrderedDict[str, GrammarState] = OrderedDict()
-        self._vocabulary: LLTokenizer | None = None
+
+    @functools.cached_property
+    def _vocabulary(self) -> LLTokenizer:
+        return read_vocabulary(self._tokenizer_file())
 
     @functools.cached_property
     def _threads(self) -> CompilerThreads:
-        return CompilerThreads(1)
+        return CompilerThreads(2)
 
     @functools.cached_property
     def _executor(self) -> LLExecutor:
         return LLExecutor(max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2)))
 
-    def compile(self, text: str, eos_token_ids: Sequence[int]) -> Future[GrammarState]:
+    def warm_up(self) -> Future[LLTokenizer]:
+        """Read the tokenizer now, so that no step has to wait for it."""
+        return self._threads.submit(lambda: self._vocabulary)
+
+    def compile(self, text: str) -> Future[GrammarState]:
         """The place where every sequence of this grammar begins, in a while.
 
         The future raises GrammarError where the grammar or the tokenizer is of no use.
         """
-        return self._threads.submit(self._compile, text, eos_token_ids)
+        return self._threads.submit(self._compile, text)
 
-    def _compile(self, text: str, eos_token_ids: Sequence[int]) -> GrammarState:
-        if self._vocabulary is None:
-            self._vocabulary = read_vocabulary(self._tokenizer_file(), self._vocab, eos_token_ids)
+    def _compile(self, text: str) -> GrammarState:
         state = self._compiled.pop(text, None)
         if state is None:
             state = GrammarState(compile_grammar(self._vocabulary, text))
@@ -82,9 +88,12 @@ class Grammars:
         return state
 
     def masks(
-        self, scheduled: Sequence[ScheduledSequence]
+        self, scheduled: Sequence[ScheduledSequence], vocab: int
     ) -> tuple[dict[int, np.ndarray], list[tuple[SequenceState, str]]]:
         """Masks of the sequences that sample under a grammar, once their tokens are known.
+
+        Args:
+            vocab: size of the model's vocabulary; the tokenizer's may be larger or smaller.
 
         Returns:
             uint32[W] by slot; and the sequences that cannot go on, with the reason.
@@ -102,17 +111,29 @@ class Grammars:
             sequence = item.sequence
             if sequence.grammar is None:
                 sequence.grammar = sequence.request.grammar.fork()
-            sequence.grammar.take(sequence.output_token_ids)
-        assert self._vocabulary is not None
+            sequence.grammar.catch_up(sequence)
         mask_NW = np.zeros((len(items), num_words(self._vocabulary.vocab_size)), np.int32)
         matchers = [(item.sequence.grammar.matcher, n) for n, item in enumerate(items)]
         fill_next_token_bitmask_par(self._executor, matchers, mask_NW)
-        words = mask_NW.view(np.uint32)[:, : num_words(self._vocab)]
         masks, failed = {}, []
-        for item, mask_W in zip(items, words, strict=True):
+        for item, known_W in zip(items, mask_NW.view(np.uint32), strict=True):
             matcher = item.sequence.grammar.matcher
+            mask_W = self._for_model(known_W, vocab, item.sequence.request)
             if matcher.is_error() or not mask_W.any():
                 failed.append((item.sequence, one_line(matcher.get_error()) or "no token fits"))
             else:
                 masks[item.slot] = mask_W
         return masks, failed
+
+    def _for_model(self, known_W: np.ndarray, vocab: int, request: Request) -> np.ndarray:
+        """A mask as long as the model's; where the text may end, with the ends of this request."""
+        word, bit = divmod(self._vocabulary.eos_token, 32)
+        may_end = known_W[word] >> bit & 1
+        known_W[word] &= ~np.uint32(1 << bit)
+        mask_W = np.zeros(num_words(vocab), np.uint32)
+        shared = min(mask_W.size, known_W.size)
+        mask_W[:shared] = known_W[:shared]
+        if may_end:
+            for token_id in request.eos_token_ids:
+                mask_W[token_id // 32] |= np.uint32(1 << token_id % 32)
+        return mask_W

@@ -11,7 +11,7 @@ from ipaddress import IPv6Address, ip_address
 import limits
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxpaged.server.errors import error_response
+from jaxpaged.server.errors import error_response, route_path
 from jaxpaged.server.middleware import CLIENT, OPEN_PATHS
 
 IPV6_NETWORK_BITS = 64  # what one customer gets: a client may have any address of it
@@ -33,8 +33,8 @@ def client_of(scope: Scope) -> Hashable:
 
 def is_limited(scope: Scope) -> bool:
     """What makes work for the model or the tokenizer: everything that is posted but probes."""
-    path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
-    return scope["type"] == "http" and scope["method"] == "POST" and path not in OPEN_PATHS
+    posted = scope["type"] == "http" and scope["method"] == "POST"
+    return posted and route_path(scope) not in OPEN_PATHS
 
 
 class MovingWindow:
@@ -88,7 +88,7 @@ class RateLimitMiddleware:
             wait = max(window.wait(client, now) for window in self._windows)
             if wait > 0:
                 message = f"too many requests: {self._rates} are allowed (--rate-limit)"
-                refusal = error_response(429, message, retry_after=math.ceil(wait))
+                refusal = error_response(429, message, scope=scope, retry_after=math.ceil(wait))
                 await refusal(scope, receive, send)
                 return
             for window in self._windows:
@@ -113,7 +113,7 @@ class ConcurrencyLimitMiddleware:
                 f"too many requests at a time: {self._limit} are allowed "
                 "(--max-concurrent-requests)"
             )
-            await error_response(429, message)(scope, receive, send)
+            await error_response(429, message, scope=scope)(scope, receive, send)
             return
         self._running[client] += 1
         try:
