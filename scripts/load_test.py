@@ -39,6 +39,12 @@ TIMEOUT = 120.0  # seconds for one thing that a client does
 IDLE_SECONDS = 15.0  # until everything must be free again
 GROWTH, GROWTH_MIB = 1.05, 16  # memory may be so much more than after the first third
 WORDS = ("the", "king", "shall", "speak", "of", "love", "and", "night", "to", "him", "crown")
+OTHERS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/embeddings", {"input": ["the king", "a crown of night"]}),
+    ("/v1/responses", {"input": "Good morrow!", "max_output_tokens": 16, "store": False}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "Who?"}], "max_tokens": 16}),
+    ("/tokenize", {"prompt": "the king shall speak"}),
+]
 BAD_BODIES: list[tuple[dict[str, Any] | bytes, int]] = [
     (b"{", 400),
     (b"[1, 2]", 400),
@@ -56,8 +62,9 @@ BAD_BODIES: list[tuple[dict[str, Any] | bytes, int]] = [
 
 @dataclass
 class Report:
-    """What the clients saw."""
+    """What the clients saw of a model."""
 
+    model: str
     done: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     events: int = 0
@@ -70,7 +77,8 @@ class Client:
         self._address, self._rng, self._report = address, random.Random(seed), report
         self._deeds: list[tuple[Callable[[], Awaitable[None]], int]] = [
             (self._stream, 50),
-            (self._whole, 10),
+            (self._whole, 7),
+            (self._other, 5),
             (self._leave, 20),
             (self._vanish, 5),
             (self._half_a_body, 5),
@@ -100,6 +108,8 @@ class Client:
         body["temperature"] = self._rng.choice([0, 1])
         if self._rng.random() < 0.2:
             body["stop"] = ["the", " of love"]
+        if self._rng.random() < 0.1:
+            body["structured_outputs"] = {"regex": "[a-z ,.]{3,40}"}
         if self._rng.random() < 0.5:
             chat = {"messages": [{"role": "user", "content": text}]}
             return "/v1/chat/completions", {**chat, **body, **more}
@@ -143,6 +153,13 @@ class Client:
         status, rest = await self._answer(*self._body())
         if status != 200 or not json.loads(rest)["usage"]["completion_tokens"]:
             raise AssertionError(f"{status} {rest[-200:]!r}")
+
+    async def _other(self) -> None:
+        path, body = self._rng.choice(OTHERS)
+        model = {} if path == "/tokenize" else {"model": self._report.model}
+        status, rest = await self._answer(path, {**body, **model})
+        if status != 200 or not json.loads(rest):
+            raise AssertionError(f"{path}: {status} {rest[-200:]!r}")
 
     async def _leave(self) -> None:
         """Read a few events, then be gone."""
@@ -229,7 +246,8 @@ def _resident(pid: int) -> float:
 
 async def load(server: Server, args: argparse.Namespace) -> tuple[Report, dict[str, float]]:
     """Run the clients; what they saw, and the memory after the first third of the time."""
-    report, address = Report(), urlsplit(server.url)
+    model = json.loads(server.get("/v1/models"))["data"][0]["id"]
+    report, address = Report(model), urlsplit(server.url)
     place = (address.hostname or "", address.port or 0)
     deadline = time.monotonic() + args.seconds
     clients = [Client(place, args.seed + number, report) for number in range(args.clients)]
