@@ -82,7 +82,7 @@ def with_config_file(parser: argparse.ArgumentParser, argv: Sequence[str]) -> li
         return list(argv)
     try:
         content = yaml.safe_load(file.read_text("utf-8")) or {}
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = str(error).replace("\n", " ")
         raise ValueError(f"cannot read --config {file}: {reason}") from error
     if not isinstance(content, dict):
@@ -114,7 +114,10 @@ def _as_arguments(name: str, value: Any, action: argparse.Action) -> list[str]:
     if isinstance(value, list):
         return [name, *map(str, value)]
     if isinstance(value, dict):
-        return [f"{name}={json.dumps(value)}"]
+        try:
+            return [f"{name}={json.dumps(value)}"]
+        except TypeError as error:  # YAML has dates
+            raise ValueError(f"{name} in the --config file: {error}") from error
     return [f"{name}={value}"]
 
 

@@ -10,6 +10,8 @@ from jaxpaged.config import setting
 from jaxpaged.validation import require
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral", "qwen")
+REASONING_PARSERS = ("deepseek_r1", "qwen3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +33,8 @@ class ServerConfig:
     root_path: str = setting("", "path that a proxy in front strips off")
     api_key: tuple[str, ...] = setting(
         (),
-        "keys of which clients must send one as a bearer token, on every route but /health and "
-        "/ping (environment: JAXPAGED_API_KEY)",
+        "keys of which clients must send one as a bearer token or in X-Api-Key, on every route but "
+        "/health, /ping and the page's files (environment: JAXPAGED_API_KEY)",
         metavar="KEY",
     )
     allowed_origins: tuple[str, ...] = setting(
@@ -51,6 +53,17 @@ class ServerConfig:
     default_chat_template_kwargs: dict[str, Any] | None = setting(
         None, "JSON object: template variables for requests that don't set them", metavar="JSON"
     )
+    enable_auto_tool_choice: bool = setting(
+        False, "let the model decide when to call a tool; needs --tool-call-parser"
+    )
+    tool_call_parser: str | None = setting(
+        None, "how the model writes tool calls", choices=TOOL_CALL_PARSERS
+    )
+    reasoning_parser: str | None = setting(
+        None,
+        "how the model marks its reasoning, which then leaves the content of an answer",
+        choices=REASONING_PARSERS,
+    )
     response_role: str = setting("assistant", "role of the answers of a chat")
     return_tokens_as_token_ids: bool = setting(
         False, "spell tokens in log-probabilities as 'token_id:N'"
@@ -59,8 +72,26 @@ class ServerConfig:
         False, "tell in usage how many prompt tokens the prefix cache served"
     )
     enable_request_id_headers: bool = setting(False, "echo X-Request-Id, or make one up")
-    enable_log_requests: bool = setting(False, "log each request")
-    disable_log_stats: bool = setting(False, "don't log throughput and load")
+    enable_admin: bool = setting(
+        False, "routes that change the engine or tell of it: profiles, prefix cache, settings"
+    )
+    profile_dir: str | None = setting(
+        None,
+        "where /start_profile writes its traces (default: in the user's cache folder)",
+        metavar="FOLDER",
+    )
+    enable_log_requests: bool = setting(
+        False, "log a line for each request: id, tokens, times, how it ended; never its texts"
+    )
+    disable_log_stats: bool = setting(
+        False, "don't log throughput and load every ten seconds while there is any"
+    )
+    otlp_traces_endpoint: str | None = setting(
+        None,
+        "send an OpenTelemetry span for each request there (OTLP over HTTP, port 4318 of most "
+        "collectors); needs the extra otel",
+        metavar="URL",
+    )
     metrics_prefix: str = setting(
         "jaxpaged", "what metric names begin with; vllm suits boards made for it"
     )
@@ -74,6 +105,13 @@ class ServerConfig:
         require(self, "max_request_bytes", self.max_request_bytes >= 1, "at least 1")
         require(self, "shutdown_timeout", 0 <= self.shutdown_timeout <= 86400, "0 to 86400")
         require(self, "uvicorn_log_level", self.uvicorn_log_level in LOG_LEVELS, "a log level")
+        endpoint = self.otlp_traces_endpoint
+        require(
+            self,
+            "otlp_traces_endpoint",
+            endpoint is None or re.match(r"https?://[^/]", endpoint) is not None,
+            "a URL that begins with http:// or https://",
+        )
         require(self, "api_key", all(self.api_key), "non-empty", secret=True)
         require(
             self,
@@ -81,5 +119,13 @@ class ServerConfig:
             re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix) is not None,
             "letters, digits and underscores",
         )
+        for name, choices in (
+            ("tool_call_parser", TOOL_CALL_PARSERS),
+            ("reasoning_parser", REASONING_PARSERS),
+        ):
+            value = getattr(self, name)
+            require(self, name, value in (None, *choices), f"one of {', '.join(choices)}")
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise ValueError("enable_auto_tool_choice needs tool_call_parser")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("ssl_keyfile and ssl_certfile need each other")

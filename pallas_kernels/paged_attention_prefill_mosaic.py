@@ -105,17 +105,20 @@ def paged_attention_prefill_mosaic(
         T=q_TNH.shape[0],
         tokens=WARPGROUPS * tokens,
     )
+    # The lengths come with the tiles, an array made here: the kernel's arguments must begin at
+    # multiples of 256 bytes, and a caller's lengths may be a slice of something.
+    tile_X5 = jnp.concatenate([tile_X4, kv_len_B[tile_X4[:, :1]].astype(jnp.int32)], axis=1)
     q_TKGH = q_TNH.reshape(-1, K, N // K, H)
     out_TKGH = plgpu.kernel(
         partial(_kernel, scoring=Scoring(scale, window, softcap)),
         out_type=jax.ShapeDtypeStruct(q_TKGH.shape, dtype),
         scratch_types=(_scratch(config, G=N // K, S=S, H=H, dtype=dtype),),
-        grid=(tile_X4.shape[0] * K,),
+        grid=(tile_X5.shape[0] * K,),
         grid_names=("tile",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(tile_X4, q_TKGH, pages_P2KSH.reshape(-1, S, H), page_table_BM, kv_len_B)
+    )(tile_X5, q_TKGH, pages_P2KSH.reshape(-1, S, H), page_table_BM)
     return out_TKGH.reshape(-1, N, H)[:T]
 
 
@@ -169,6 +172,7 @@ class _Tile(NamedTuple):
     row: Any  # of the first token
     rows: Any  # tokens; 0: no tile
     position: Any  # of the first token
+    kv_len: Any  # of the sequence
     first_page: Any  # pages that some token sees
     last_page: Any
     first_key: Any  # of the first page
@@ -181,7 +185,7 @@ class _Tile(NamedTuple):
 def _tile(tile_ref: Any, *, K: int, S: int, block: int, window: int | None) -> _Tile:
     pid = lax.axis_index("tile")
     x, k = lax.div(pid, K), lax.rem(pid, K)
-    b, row, rows, position = (tile_ref[x, i] for i in range(4))
+    b, row, rows, position, kv_len = (tile_ref[x, i] for i in range(5))
     last = position + rows - 1
     end = lax.div(last + block, block)
     first_page: Any = 0
@@ -198,6 +202,7 @@ def _tile(tile_ref: Any, *, K: int, S: int, block: int, window: int | None) -> _
         row,
         rows,
         position,
+        kv_len,
         first_page,
         last_page=lax.div(last, S),
         first_key=first_page * S,
@@ -213,7 +218,6 @@ def _kernel(
     q_ref: Any,
     pages_ref: Any,
     page_table_ref: Any,
-    kv_len_ref: Any,
     out_ref: Any,
     scratch: _Scratch,
     *,
@@ -235,7 +239,7 @@ def _kernel(
             tile,
             warpgroup,
             position=tile.position + before,
-            kv_len=kv_len_ref[tile.b],
+            kv_len=tile.kv_len,
             G=G,
             scoring=scoring,
         )

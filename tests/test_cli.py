@@ -132,6 +132,8 @@ def test_a_config_file_and_the_command_line_wins(served: list, tmp_path: Path):
         ("enforce-eager: maybe\n", ["--enforce-eager", "true or false"]),
         ("port: high\n", ["--port", "high"]),
         ("config: other.yaml\n", ["--config"]),
+        ("default-chat-template-kwargs: {day: 2026-11-29}\n", ["--default-chat", "date"]),
+        ("model: \udcff\n", ["cannot read", "settings.yaml"]),  # a byte that is no UTF-8
     ],
 )
 def test_bad_config_files(
@@ -142,7 +144,7 @@ def test_bad_config_files(
     words: list[str],
 ):
     file = tmp_path / "settings.yaml"
-    file.write_text(content)
+    file.write_text(content, "utf-8", "surrogateescape")
     line = failure(capsys, "serve", "--config", str(file))
     assert all(word in line for word in words), line
 

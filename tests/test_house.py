@@ -31,6 +31,8 @@ INDIRECT = {
     "tokenizers": "transformers' fast tokenizers",
     "uvloop": "uvicorn's event loop",
 }
+# Imported when a flag asks for it; an extra holds what provides it.
+OPTIONAL = {"opentelemetry"}
 MUTABLE_MAKERS = {
     *("list", "dict", "set", "bytearray", "deque", "defaultdict", "Counter", "OrderedDict"),
     *("ContextVar", "local", "Lock", "RLock", "Event", "Queue"),
@@ -189,7 +191,7 @@ def imported_distributions() -> set[str]:
                 names |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
                 names.add(node.module.split(".")[0])
-    third_party = names - set(sys.stdlib_module_names) - set(PACKAGES)
+    third_party = names - set(sys.stdlib_module_names) - set(PACKAGES) - OPTIONAL
     owners = packages_distributions()
     return {distribution(owners[name][0]) for name in third_party}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -17,7 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Literal
 
+import anthropic
 import httpx
+import numpy as np
 import openai
 import pydantic
 import pytest
@@ -25,6 +28,7 @@ import pytest
 from jaxpaged.model_files import DEMO_MODEL
 
 ARGS = ["--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--max-model-len", "512"]
+ARGS += ["--enable-admin"]
 
 
 class Serving:
@@ -107,6 +111,30 @@ def test_the_openai_client_chats_streams_and_completes(serving: Serving) -> None
     assert completion.usage is not None and completion.usage.completion_tokens <= 10
 
 
+def test_a_call_is_enforced_of_any_model(serving: Serving) -> None:
+    city = {"enum": ["Oslo", "Paris"]}
+    days = {"type": "integer", "minimum": 1, "maximum": 9}
+    schema = {
+        "type": "object",
+        "properties": {"city": city, "days": days},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
+    named = {"type": "function", "function": {"name": "weather"}}
+    asked = {"model": "demo", "messages": [{"role": "user", "content": "Oslo?"}], "seed": 1}
+    for choice in ("required", named):
+        body = asked | {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+        whole = serving.client.chat.completions.create(**body).choices[0]  # type: ignore[call-overload]
+        assert whole.finish_reason == "tool_calls" and whole.message.content is None
+        (call,) = whole.message.tool_calls
+        arguments = json.loads(call.function.arguments)
+        assert arguments["city"] in city["enum"] and 1 <= arguments["days"] <= 9
+        with serving.client.chat.completions.stream(**body) as events:
+            streamed = events.get_final_completion().choices[0].message.tool_calls[0].function
+        assert (streamed.name, streamed.arguments) == ("weather", call.function.arguments)
+
+
 def test_concurrent_requests_get_what_they_get_alone(serving: Serving) -> None:
     def answer(i: int) -> str:
         return (
@@ -128,6 +156,42 @@ def test_concurrent_requests_get_what_they_get_alone(serving: Serving) -> None:
     for thread in threads:
         thread.join()
     assert [together[i] for i in range(6)] == alone
+    assert serving.gauge("step_compilations") == 0
+
+
+def test_every_api_answers_alike(serving: Serving) -> None:
+    text = "Who art thou?"
+    chat = serving.client.chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": text}], max_tokens=12, temperature=0
+    )
+    said = chat.choices[0].message.content
+    response = serving.client.responses.create(
+        model="demo", input=text, max_output_tokens=12, temperature=0
+    )
+    assert response.output_text == said != ""
+    claude = anthropic.Anthropic(base_url=serving.url, api_key="none", max_retries=0)
+    with claude.messages.stream(
+        model="demo",
+        messages=[{"role": "user", "content": text}],
+        max_tokens=12,
+        extra_body={"temperature": 0},
+    ) as stream:
+        assert stream.get_final_text() == said
+
+
+def test_embeddings_follow_the_text_alone(serving: Serving) -> None:
+    def embed(*texts: str) -> np.ndarray:
+        found = serving.client.embeddings.create(model="demo", input=list(texts))
+        return np.array([item.embedding for item in found.data])
+
+    long = "The king is dead, long live the king! " * 20
+    vectors = embed("To be", "or not to be", long, "To be")
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+    np.testing.assert_allclose(vectors[3], vectors[0], atol=1e-4)
+    assert np.abs(vectors[1] - vectors[0]).max() > 0.01
+    np.testing.assert_allclose(embed(long)[0], vectors[2], atol=1e-4)  # from the cache
+    assert httpx.post(serving.url + "/reset_prefix_cache").json() == {"success": True}
+    np.testing.assert_allclose(embed(long)[0], vectors[2], atol=1e-4)
     assert serving.gauge("step_compilations") == 0
 
 
@@ -204,6 +268,26 @@ def test_a_client_that_goes_away_is_aborted(serving: Serving) -> None:
         assert time.monotonic() < deadline, "still running two seconds after the client left"
         time.sleep(0.05)
     assert "Traceback" not in serving.text
+
+
+def test_the_page_pool_is_on_show(serving: Serving) -> None:
+    def state() -> dict:
+        return httpx.get(serving.url + "/engine_state").json()
+
+    assert state()["pool"]["sequences"] == []
+    stream = serving.client.completions.create(
+        model="demo", prompt="Once", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    )
+    answer_id = next(iter(stream)).id
+    while not (running := state())["pool"]["sequences"]:  # a picture serves for a while
+        time.sleep(0.05)
+    (owner,) = running["pool"]["sequences"]
+    assert owner["request_id"].startswith(answer_id)
+    assert len(owner["table"]) == owner["num_pages"] >= 1
+    cells = base64.b64decode(running["pool"]["cells"])
+    drawn = [page for page in owner["table"] if (page - 1) % running["pool"]["stride"] == 0]
+    assert [cells[(page - 1) // running["pool"]["stride"]] for page in drawn] == [4] * len(drawn)
+    stream.close()
 
 
 def test_bad_requests_leave_a_server_that_serves(serving: Serving) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence, Set
 
 
 class PagePool:
@@ -24,6 +24,16 @@ class PagePool:
     @property
     def num_free(self) -> int:
         return len(self._blank) + len(self._idle)
+
+    @property
+    def references(self) -> Sequence[int]:
+        """How many hold each page."""
+        return self._refs
+
+    @property
+    def kept(self) -> Set[int]:
+        """Pages whose content may serve again."""
+        return self._kept
 
     @property
     def usage(self) -> float:

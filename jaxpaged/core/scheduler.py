@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from jaxpaged.core.page_allocator import PageAllocator
 from jaxpaged.core.request import Request
@@ -61,6 +62,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Sequences in the queue, preempted ones included."""
         return len(self._waiting)
+
+    @property
+    def sequences(self) -> Iterator[SequenceState]:
+        """Those that run, then those that wait."""
+        return chain(self._running, self._waiting)
 
     def add(self, request: Request) -> None:
         """Queue a request.

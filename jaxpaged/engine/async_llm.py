@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,22 @@ import msgspec
 from jaxpaged import model_files
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.core_client import CORE_COMMAND, CoreClient
-from jaxpaged.engine.errors import EngineDeadError, RequestFailedError
+from jaxpaged.engine.errors import BadRequestError, EngineDeadError, RequestFailedError
 from jaxpaged.engine.grammar_checker import WAIT_SECONDS, GrammarChecker, too_slow
 from jaxpaged.engine.input_processor import InputProcessor, Prompt
 from jaxpaged.engine.messages import (
     AbortRequests,
     AddRequest,
+    Command,
+    CommandDone,
     EngineInfo,
     EngineStats,
+    PoolSnapshot,
     SequenceOutput,
 )
 from jaxpaged.engine.metrics import Metrics, RequestTimes
 from jaxpaged.engine.output_processor import OutputProcessor
+from jaxpaged.engine.pool_watch import PoolWatch
 from jaxpaged.engine.tokenizer import Tokenizer, generation_defaults
 from jaxpaged.outputs import RequestOutput
 from jaxpaged.sampling_params import SamplingParams
@@ -39,12 +43,18 @@ LONG_TEXT = 20_000  # characters beyond which a text is tokenized in a thread
 STATS_SECONDS = 10.0  # between two lines of statistics in the log
 
 
+# Called as a request begins, in the context of who began it; what it returns is called with the
+# reason when the request has ended.
+Observer = Callable[[RequestTimes], Callable[[str], None]]
+
+
 @dataclass
 class _Flight:
     """A request that somebody waits for."""
 
     times: RequestTimes
     delta: bool
+    tell_end: list[Callable[[str], None]]
     queue: asyncio.Queue[RequestOutput | RequestFailedError] = field(default_factory=asyncio.Queue)
 
 
@@ -57,6 +67,7 @@ class AsyncLLM:
         model_name: label of the metrics.
         metrics_prefix: what the metrics' names begin with.
         log_stats: log throughput and load every ten seconds in which there was any.
+        observers: are told of each request's begin and end.
     """
 
     def __init__(
@@ -67,6 +78,7 @@ class AsyncLLM:
         model_name: str = "demo",
         metrics_prefix: str = "jaxpaged",
         log_stats: bool = False,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self.config = config
         self.tokenizer: Tokenizer | None = None
@@ -75,10 +87,13 @@ class AsyncLLM:
         self.stats = EngineStats()
         self.dead: EngineDeadError | None = None
         self._core = CoreClient(core_command)
+        self._pool_watch = PoolWatch(self._core.send)
         self._labels = (model_name, metrics_prefix)
         self._log_stats = log_stats
+        self._observers = observers
         self._flights: dict[str, _Flight] = {}  # by the engine's id
         self._arrivals = itertools.count()
+        self._commands: dict[int, asyncio.Future[CommandDone]] = {}  # by number, unanswered
         self._died = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -169,9 +184,10 @@ class AsyncLLM:
         # The engine knows it by an id of its own: late news of a request that had the same id,
         # and was aborted, must not reach this one.
         given_id = request.request_id
+        times = RequestTimes(request)
         request_id = f"{given_id}-{next(self._arrivals)}"
         request = msgspec.structs.replace(request, request_id=request_id)
-        flight = _Flight(RequestTimes(request), delta)
+        flight = _Flight(times, delta, [observe(times) for observe in self._observers])
         self._flights[request_id] = flight
         self._outputs.add(request, prompt, delta=delta)
         try:
@@ -208,10 +224,40 @@ class AsyncLLM:
         if self._flights:
             self._core.send(AbortRequests(list(self._flights)))
 
+    async def command(self, name: str, argument: str | None = None) -> str | None:
+        """Have the core do something beside requests; see `Command`.
+
+        Raises:
+            BadRequestError: it cannot be done now; in the core's words.
+            EngineDeadError: the core died, before or meanwhile.
+        """
+        if self.dead is not None:
+            raise self.dead
+        number = next(self._arrivals)
+        answer = self._commands[number] = asyncio.get_running_loop().create_future()
+        self._core.send(Command(number, name, argument))
+        try:
+            done = await answer
+        finally:
+            del self._commands[number]
+        if done.error is not None:
+            raise BadRequestError(done.error)
+        return done.result
+
     @property
     def num_requests(self) -> int:
         """Requests that somebody waits for."""
         return len(self._flights)
+
+    async def pool(self) -> PoolSnapshot | None:
+        """A picture of the page pool, some tenths of a second old.
+
+        Raises:
+            EngineDeadError: there is no pool any more.
+        """
+        if self.dead is not None:
+            raise self.dead
+        return await self._pool_watch.look()
 
     async def wait_dead(self) -> None:
         """Return when the core has died."""
@@ -235,7 +281,7 @@ class AsyncLLM:
         self._outputs.abort(request_id)
         if self.dead is None:
             self._core.send(AbortRequests([request_id]))
-        self.metrics.finish(flight.times, "error" if self.dead else "abort")
+        self._tell_end(flight, "error" if self.dead else "abort")
 
     def _load_tokenizer(self, folder: Path) -> Tokenizer:
         if self.config.tokenizer is None:
@@ -245,11 +291,15 @@ class AsyncLLM:
     async def _read(self) -> None:
         """Hand the core's news to those who wait."""
         try:
-            async for step in self._core.steps():
-                self.stats = step.stats
-                self.metrics.step(step.stats)
+            async for message in self._core.news():
+                if isinstance(message, CommandDone):
+                    self._answer(message)
+                    continue
+                self.stats = message.stats
+                self.metrics.step(message.stats)
+                self._pool_watch.take(message.pool)
                 now = time.time()
-                for news in step.outputs:
+                for news in message.outputs:
                     self._take(news, now)
         except EngineDeadError as error:
             log.error("%s", error.message)
@@ -257,6 +307,11 @@ class AsyncLLM:
         except Exception as error:
             log.exception("reading the engine's outputs failed")
             self._die(EngineDeadError(f"reading the engine's outputs failed: {error}"))
+
+    def _answer(self, done: CommandDone) -> None:
+        waiting = self._commands.get(done.number)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(done)
 
     def _take(self, news: SequenceOutput, now: float) -> None:
         flight = self._flights.get(news.request_id)
@@ -287,13 +342,21 @@ class AsyncLLM:
             flight.queue.put_nowait(output)
 
     def _end(self, request_id: str, reason: str) -> None:
-        self.metrics.finish(self._flights.pop(request_id).times, reason)
+        self._tell_end(self._flights.pop(request_id), reason)
+
+    def _tell_end(self, flight: _Flight, reason: str) -> None:
+        self.metrics.finish(flight.times, reason)
+        for tell in flight.tell_end:
+            tell(reason)
 
     def _die(self, error: EngineDeadError) -> None:
         self.dead = error
         self._died.set()
         for flight in self._flights.values():
             flight.queue.put_nowait(error)
+        for waiting in self._commands.values():
+            if not waiting.done():
+                waiting.set_exception(error)
 
     async def _log_load(self) -> None:
         while True:

@@ -22,10 +22,13 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine.messages import (
     AbortRequests,
     AddRequest,
+    AskPool,
+    Command,
     CoreMessage,
     EngineDead,
     FinishSequence,
     FrontMessage,
+    PoolSnapshot,
     Shutdown,
     StepOutputs,
 )
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 IDLE_POLL_MS = 1000  # how often an idle core looks whether its parent still lives
+PICTURE_SHARE = 0.01  # most of a busy loop's time that pictures of the pool should take
+PICTURE_SECONDS = 1.0  # most between two of them, if they are wanted
 
 
 class CoreServer:
@@ -46,6 +51,8 @@ class CoreServer:
         self._decoder = msgspec.msgpack.Decoder(FrontMessage)
         self._encoder = msgspec.msgpack.Encoder()
         self._parent = parent
+        self._pool_asked = False
+        self._next_picture = 0.0  # not before; time.perf_counter()
 
     def send(self, message: CoreMessage) -> None:
         self._sink.send(self._encoder.encode(message))
@@ -62,9 +69,11 @@ class CoreServer:
                 self._handle(message)
                 heard = True
             if self._core.has_work:
-                self.send(StepOutputs(self._core.step(), self._core.stats()))
+                outputs = self._core.step()
+                self.send(StepOutputs(outputs, self._core.stats(), self._picture()))
             elif heard:
-                self.send(StepOutputs([], self._core.stats()))
+                self._next_picture = 0.0  # nothing is held up
+                self.send(StepOutputs([], self._core.stats(), self._picture()))
         log.error("the server process is gone: ending")
 
     def _handle(self, message: FrontMessage) -> None:
@@ -76,6 +85,21 @@ class CoreServer:
                     self._core.abort(request_id)
             case FinishSequence():
                 self._core.finish(message.request_id, message.index, message.num_tokens)
+            case Command():
+                self.send(self._core.command(message))
+            case AskPool():
+                self._pool_asked = True
+
+    def _picture(self) -> PoolSnapshot | None:
+        """The pool, if somebody asked and it is cheap enough: the device computes meanwhile."""
+        if not self._pool_asked or (begin := time.perf_counter()) < self._next_picture:
+            return None
+        self._pool_asked = False
+        cpu = time.thread_time()
+        picture = self._core.pool()
+        cost = time.thread_time() - cpu
+        self._next_picture = begin + min(PICTURE_SECONDS, cost / PICTURE_SHARE)
+        return picture
 
 
 def _connect(context: zmq.Context, kind: int, address: str) -> zmq.Socket:
@@ -95,6 +119,7 @@ def main() -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # tells what it lacks
     # Ctrl-C and a service manager reach the whole group: when to end, the server decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

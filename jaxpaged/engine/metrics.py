@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from prometheus_client import (
     CollectorRegistry,
@@ -37,6 +37,16 @@ RATIO_BUCKETS = tuple(tenth / 10 for tenth in range(11))
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 
 
+@dataclass(kw_only=True)
+class Totals:
+    """Sums since the start, for those who compute rates themselves."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    first_tokens: int = 0
+    first_token_seconds: float = 0.0  # arrival to first token, over all of them
+
+
 @dataclass
 class RequestTimes:
     """When what happened to a request; time.time(), seconds."""
@@ -46,6 +56,35 @@ class RequestTimes:
     first_token: float | None = None
     last_token: dict[int, float] = field(default_factory=dict)  # by choice
     num_generated: int = 0  # over all choices
+    num_cached: int = 0  # prompt tokens that the prefix cache served
+
+    @property
+    def phases(self) -> Phases | None:
+        """How long each phase took; None before the first token."""
+        if self.first_token is None or not self.last_token:
+            return None
+        arrival, last = self.request.arrival_time, max(self.last_token.values())
+        scheduled = self.scheduled or arrival
+        return Phases(
+            queue=max(0.0, scheduled - arrival),
+            prefill=self.first_token - scheduled,
+            decode=last - self.first_token,
+            inference=last - scheduled,
+            first_token=self.first_token - arrival,
+            e2e=last - arrival,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phases:
+    """Seconds of a request's life, up to its last token."""
+
+    queue: float  # arrival to admission
+    prefill: float  # admission to the first token
+    decode: float  # first to last token
+    inference: float  # admission to the last token
+    first_token: float  # arrival to the first token
+    e2e: float  # arrival to the last token
 
 
 class Metrics:
@@ -61,8 +100,9 @@ class Metrics:
         disable_created_metrics()  # a second series beside each counter, which no board shows
         self._registry = CollectorRegistry()
         self._prefix, self._labels = prefix, {"model_name": model_name, "engine": "0"}
-        self._last = EngineStats()
-        self._load = [0, 0]  # prompt and generated tokens since the last line in the log
+        self._last = self._logged = EngineStats()
+        self._num_pages = info.num_pages
+        self.totals, self._logged_totals = Totals(), Totals()
 
         self._running = self._gauge("num_requests_running", "Requests that the engine computes.")
         self._waiting = self._gauge("num_requests_waiting", "Requests in the queue.")
@@ -131,21 +171,26 @@ class Metrics:
     def tokens(self, times: RequestTimes, news: SequenceOutput, now: float) -> None:
         """Take new tokens of a choice."""
         times.scheduled = times.scheduled or news.scheduled_time
-        if not news.token_ids:
+        if not news.token_ids and news.embedding is None:
             return
         if times.first_token is None:
             times.first_token = now
             prompt_len = len(times.request.prompt_token_ids)
-            self._ttft.observe(now - times.request.arrival_time)
+            wait = now - times.request.arrival_time
+            if news.token_ids:  # an embedding has none
+                self._ttft.observe(wait)
+                self.totals.first_tokens += 1
+                self.totals.first_token_seconds += wait
+            self.totals.prompt_tokens += prompt_len
             self._prompt.inc(prompt_len)
+            times.num_cached = news.num_cached_tokens
             self._cached.inc(news.num_cached_tokens)
-            self._load[0] += prompt_len
         elif news.index in times.last_token:
             self._itl.observe(now - times.last_token[news.index])
         times.last_token[news.index] = now
         times.num_generated += len(news.token_ids)
         self._generated.inc(len(news.token_ids))
-        self._load[1] += len(news.token_ids)
+        self.totals.generation_tokens += len(news.token_ids)
 
     def finish(self, times: RequestTimes, reason: str) -> None:
         """Take the end of a request; `reason`: one of FINISHED_REASONS."""
@@ -155,30 +200,32 @@ class Metrics:
         self._output_len.observe(times.num_generated)
         self._n.observe(request.params.n)
         self._max_tokens.observe(request.params.max_tokens or 0)
-        if times.first_token is None or not times.last_token:
+        phases = times.phases
+        if phases is None:
             return
-        last = max(times.last_token.values())
-        scheduled = times.scheduled or request.arrival_time
-        decode = last - times.first_token
-        self._e2e.observe(last - request.arrival_time)
-        self._phases["queue"].observe(max(0.0, scheduled - request.arrival_time))
-        self._phases["inference"].observe(last - scheduled)
-        self._phases["prefill"].observe(times.first_token - scheduled)
-        self._phases["decode"].observe(decode)
+        self._e2e.observe(phases.e2e)
+        for name, histogram in self._phases.items():
+            histogram.observe(getattr(phases, name))
         steps = times.num_generated / request.params.n - 1
         if steps > 0:
-            self._per_token.observe(decode / steps)
+            self._per_token.observe(phases.decode / steps)
 
     def load_line(self, stats: EngineStats, seconds: float) -> str | None:
         """A line for the log about the last `seconds`; None if nothing happened."""
-        (prompt, generated), self._load = self._load, [0, 0]
+        before, self._logged = self._logged, stats
+        sums, self._logged_totals = self._logged_totals, replace(self.totals)
+        prompt = self.totals.prompt_tokens - sums.prompt_tokens
+        generated = self.totals.generation_tokens - sums.generation_tokens
         if not (prompt or generated or stats.num_running or stats.num_waiting):
             return None
-        hits = stats.prefix_cache_hits / max(1, stats.prefix_cache_queries)
+        looked_up = stats.prefix_cache_queries - before.prefix_cache_queries
+        hits = (stats.prefix_cache_hits - before.prefix_cache_hits) / max(1, looked_up)
+        used = round(stats.kv_cache_usage * self._num_pages)
         return (
-            f"prompt {prompt / seconds:.1f} tokens/s, generation {generated / seconds:.1f} "
-            f"tokens/s, running {stats.num_running}, waiting {stats.num_waiting}, KV cache "
-            f"{stats.kv_cache_usage:.1%} used, prefix cache hits {hits:.1%}"
+            f"running {stats.num_running}, waiting {stats.num_waiting}, pages {used} of "
+            f"{self._num_pages} used ({stats.kv_cache_usage:.1%}), prefix cache hits {hits:.1%}, "
+            f"preemptions {stats.num_preemptions - before.num_preemptions}, prompt "
+            f"{prompt / seconds:.1f} tokens/s, generation {generated / seconds:.1f} tokens/s"
         )
 
     def _set_cache_config(self, info: EngineInfo) -> None:

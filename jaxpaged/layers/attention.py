@@ -63,14 +63,15 @@ class AttentionBackend:
     attend: Callable[..., jax.Array]
 
 
-# The first that serves a case is what "auto" picks.
+# The first that serves a case is what "auto" picks. (Mosaic's prefill is faster and right on the
+# card by itself, but no whole engine has run it there yet: it has to be asked for.)
 BACKENDS: dict[str, AttentionBackend] = {
+    "triton": AttentionBackend(_triton, rope_write, paged_attention_triton),
     "mosaic": AttentionBackend(
         _mosaic,
         rope_write,
         partial(paged_attention_triton, prefill=paged_attention_prefill_mosaic),
     ),
-    "triton": AttentionBackend(_triton, rope_write, paged_attention_triton),
     "xla": AttentionBackend(_any, rope_write_reference, paged_attention),
 }
 

@@ -142,10 +142,11 @@ def check_model_len(needs: PageNeeds, num_pages: int, page_bytes: int, max_model
     needed = needs.pages(max_model_len)
     if needed <= num_pages:
         return
+    available = max(num_pages, 0) * page_bytes
     raise ValueError(
         f"To serve at least one request with the model's max seq len ({max_model_len}), "
         f"{needed * page_bytes / GIB:.2f} GiB of KV cache is needed, which is more than the "
-        f"{num_pages * page_bytes / GIB:.2f} GiB available; the estimated maximum model length "
+        f"{available / GIB:.2f} GiB available; the estimated maximum model length "
         f"is {needs.longest(num_pages, max_model_len)}. Decrease --max-model-len (or set it to "
         f"auto), or increase --gpu-memory-utilization or --kv-cache-memory-bytes."
     )

@@ -16,6 +16,7 @@ from jaxpaged.models.decoder import Decoder, Params, head_params
 from jaxpaged.runtime.batch_builder import TABLE_UPDATES
 from jaxpaged.runtime.compilation import Program, compile_options
 from jaxpaged.runtime.plan import EnginePlan
+from jaxpaged.runtime.pooling import embeddings
 from jaxpaged.runtime.sampler import VARIANTS, PenaltyState, count_tokens
 from jaxpaged.runtime.slot_table import SCORING
 from jaxpaged.runtime.step import (
@@ -48,6 +49,13 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Embed:
+    """Turns hidden rows into embeddings."""
+
+    num_rows: int
+
+
+@dataclass(frozen=True)
 class TakeInput:
     """Copies so many words from the host into the state."""
 
@@ -61,7 +69,7 @@ class Upkeep(Enum):
     PENALTIES = "penalties"
 
 
-Key = Forward | Sample | TakeInput | Upkeep
+Key = Forward | Sample | Embed | TakeInput | Upkeep
 
 
 def all_keys(buckets: Buckets, input_sizes: Sequence[int]) -> list[Key]:
@@ -70,7 +78,7 @@ def all_keys(buckets: Buckets, input_sizes: Sequence[int]) -> list[Key]:
     for variant in reversed(VARIANTS):
         sizes = buckets.scoring_rows if variant in SCORING else buckets.rows
         keys += [Sample(num_rows, variant) for num_rows in sizes]
-    return [*keys, *map(TakeInput, input_sizes), *Upkeep]
+    return [*keys, *map(Embed, buckets.rows), *map(TakeInput, input_sizes), *Upkeep]
 
 
 def largest_keys(buckets: Buckets) -> list[Key]:
@@ -132,6 +140,14 @@ class Programs:
                     out_shardings=whole,
                     options=options,
                 )
+            case Embed(num_rows):
+                return Program(
+                    functools.partial(embeddings, num_rows),
+                    (state.hidden_RD if state.pooled_RD is None else state.pooled_RD,),
+                    donate=(),
+                    out_shardings=whole,
+                    options=options,
+                )
             case TakeInput(size):
                 return Program(
                     take_input,
@@ -177,7 +193,14 @@ def make_programs(
 
 def zero_states(model: Decoder, plan: EnginePlan) -> tuple[EngineState, PenaltyState]:
     """All that outlives a step, of an engine that has computed nothing."""
-    state = zero_state(plan.shapes, plan.buckets, plan.kv.zeros(), model.spec.width, model.dtype)
+    state = zero_state(
+        plan.shapes,
+        plan.buckets,
+        plan.kv.zeros(),
+        plan.width,
+        model.dtype,
+        with_means=plan.pool_means,
+    )
     return state, PenaltyState.zeros(plan.max_num_seqs, plan.vocab)
 
 

@@ -8,15 +8,39 @@ from fastapi.middleware.cors import CORSMiddleware
 import jaxpaged
 from jaxpaged.server import errors
 from jaxpaged.server.context import ServerContext
-from jaxpaged.server.endpoints import chat, completions, health, models, tokens
+from jaxpaged.server.endpoints import (
+    admin,
+    chat,
+    completions,
+    embeddings,
+    engine_state,
+    health,
+    messages,
+    models,
+    page,
+    responses,
+    tokens,
+)
 from jaxpaged.server.middleware import (
     ApiKeyMiddleware,
     BodyLimitMiddleware,
     RequestIdMiddleware,
 )
 from jaxpaged.server.protocol import ErrorResponse
+from jaxpaged.server.tracing import TraceContextMiddleware
 
-ROUTERS = (chat.router, completions.router, models.router, tokens.router, health.router)
+ROUTERS = (
+    chat.router,
+    completions.router,
+    responses.router,
+    messages.router,
+    embeddings.router,
+    models.router,
+    tokens.router,
+    health.router,
+    engine_state.router,
+    page.router,
+)
 
 
 def create_app(context: ServerContext) -> FastAPI:
@@ -31,9 +55,13 @@ def create_app(context: ServerContext) -> FastAPI:
     app.state.context = context
     for router in ROUTERS:
         app.include_router(router)
+    if config.enable_admin:
+        app.include_router(admin.router)
     errors.install(app)
     # The last one added is the outermost: a preflight request of CORS carries no key.
     app.add_middleware(BodyLimitMiddleware, limit=config.max_request_bytes)
+    if config.otlp_traces_endpoint is not None:
+        app.add_middleware(TraceContextMiddleware)
     if config.api_key:
         app.add_middleware(ApiKeyMiddleware, keys=config.api_key)
     if config.enable_request_id_headers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -23,8 +22,6 @@ from jaxpaged.server.protocol import GenerationRequest, StreamOptions, Usage
 from jaxpaged.server.streaming import merge
 from jaxpaged.server.structured import named_as_sent
 from jaxpaged.server.usage import UsageCounter
-
-log = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 4096  # prompts x n of one HTTP request
 
@@ -118,9 +115,6 @@ async def prepare(
         requests.append(prepared)
         await asyncio.sleep(0)  # the others' tokens don't wait for a large batch
     config = context.config
-    if config.enable_log_requests:
-        tokens = [len(item.prompt_token_ids) for item in requests]
-        log.info("%s: prompt tokens %s, %s", request_id, tokens, requests[0].params)
     as_ids = body.return_tokens_as_token_ids
     return Generation(
         request_id,

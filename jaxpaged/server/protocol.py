@@ -16,6 +16,13 @@ from pydantic import (
 
 from jaxpaged.outputs import Logprob
 from jaxpaged.server.structured import ResponseFormat, StructuredOutputsField
+from jaxpaged.server.tool_protocol import (
+    AnswerToolCall,
+    DeltaToolCall,
+    MessageToolCall,
+    Tool,
+    ToolChoice,
+)
 
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf
 
@@ -120,6 +127,9 @@ class ChatMessage(BaseModel, extra="allow"):
 
     role: str
     content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same by its newer name
 
 
 class ChatTemplateFields(BaseModel):
@@ -129,6 +139,7 @@ class ChatTemplateFields(BaseModel):
     add_generation_prompt: bool | None = None  # None: unless the last message is continued
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    tools: list[Tool] | None = None
     documents: list[dict[str, Any]] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -141,9 +152,9 @@ class ChatCompletionRequest(GenerationRequest, ChatTemplateFields):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     echo: bool = False
-    include_reasoning: bool = True  # accepted, unused
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    include_reasoning: bool = True
+    tool_choice: ToolChoice | None = None  # None: auto
+    parallel_tool_calls: bool | None = None  # False: at most one call
     functions: list[Any] | None = None
     function_call: Any = None
 
@@ -280,8 +291,11 @@ class AnswerMessage(BaseModel):
     """A whole answer."""
 
     role: str
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[AnswerToolCall] | None = omitted()
+    reasoning_content: str | None = omitted()
+    reasoning: str | None = omitted()  # the same by its newer name
 
 
 class DeltaMessage(BaseModel):
@@ -289,6 +303,9 @@ class DeltaMessage(BaseModel):
 
     role: str | None = omitted()
     content: str | None = omitted()
+    tool_calls: list[DeltaToolCall] | None = omitted()
+    reasoning_content: str | None = omitted()
+    reasoning: str | None = omitted()
 
 
 class ChatChoice(BaseModel):

@@ -17,12 +17,14 @@ import uvloop
 
 import jaxpaged
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.async_llm import AsyncLLM
+from jaxpaged.engine.async_llm import AsyncLLM, Observer
 from jaxpaged.engine.core_client import CORE_COMMAND
 from jaxpaged.model_files import resolve_model
 from jaxpaged.server.address import bind, url
 from jaxpaged.server.app import create_app
 from jaxpaged.server.context import ServerContext
+from jaxpaged.server.request_log import log_request, without_routine
+from jaxpaged.server.tracing import tracing
 from jaxpaged.server_config import ServerConfig
 
 log = logging.getLogger(__name__)
@@ -53,14 +55,21 @@ def serve(
         ssl.create_default_context().load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
     root = engine_config.model or DEMO_NAME
     names = config.served_model_name or (root,)
-    engine_config = _with_files(engine_config)
-    with bind(config) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    observers: list[Observer] = [log_request] if config.enable_log_requests else []
+    logging.getLogger("uvicorn.access").addFilter(without_routine)
+    with contextlib.ExitStack() as stack:
+        if config.otlp_traces_endpoint is not None:
+            observers.append(stack.enter_context(tracing(config.otlp_traces_endpoint, names[0])))
+        engine_config = _with_files(engine_config)
+        listener = stack.enter_context(bind(config))
+        runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
         engine = AsyncLLM(
             engine_config,
             core_command=core_command,
             model_name=names[0],
             metrics_prefix=config.metrics_prefix,
             log_stats=not config.disable_log_stats,
+            observers=observers,
         )
         return runner.run(_serve(ServerContext(engine, config, names, root, template), listener))
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jaxpaged.engine.errors import BadRequestError
 from jaxpaged.server.context import ServerContext
 from jaxpaged.server.protocol import ChatMessage, ChatTemplateFields
+from jaxpaged.server.tool_protocol import Tool
 
 # Arguments of the rendering itself, which are no variables of a template.
 RESERVED = (
@@ -17,8 +21,21 @@ RESERVED = (
 )  # fmt: skip
 
 
-async def chat_token_ids(fields: ChatTemplateFields, context: ServerContext) -> list[int]:
+@dataclass(frozen=True)
+class ChatPrompt:
+    """What a chat becomes."""
+
+    text: str
+    token_ids: list[int]
+
+
+async def chat_prompt(
+    fields: ChatTemplateFields, context: ServerContext, tools: Sequence[Tool] | None = None
+) -> ChatPrompt:
     """The prompt of a chat. Its template names BOS itself; nothing is added unless asked for.
+
+    Args:
+        tools: those that the model may know of.
 
     Raises:
         BadRequestError: no tokenizer or template, or the template refuses the messages.
@@ -42,21 +59,29 @@ async def chat_token_ids(fields: ChatTemplateFields, context: ServerContext) -> 
             )
     variables = {**(context.config.default_chat_template_kwargs or {}), **given}
     tokenizer = context.tokenizer
-    messages = [_plain(message) for message in fields.messages]
+    messages = _named([_plain(message) for message in fields.messages])
+    offered = [tool.model_dump(exclude_unset=True) for tool in tools or ()]
 
-    def render() -> list[int]:
+    def render() -> ChatPrompt:
         text = tokenizer.render_chat(
             messages,
             add_generation_prompt=fields.add_generation_prompt,
             continue_final_message=fields.continue_final_message,
             chat_template=fields.chat_template or context.chat_template,
             documents=fields.documents,
+            tools=offered or None,
             **variables,
         )
-        return tokenizer.encode(text, add_special_tokens=fields.add_special_tokens)
+        token_ids = tokenizer.encode(text, add_special_tokens=fields.add_special_tokens)
+        return ChatPrompt(text, token_ids)
 
     # A template may be long or a client's own: the others' tokens don't wait for it.
     return await asyncio.to_thread(render)
+
+
+async def chat_token_ids(fields: ChatTemplateFields, context: ServerContext) -> list[int]:
+    """The token ids of `chat_prompt`, with all tools on offer."""
+    return (await chat_prompt(fields, context, fields.tools)).token_ids
 
 
 def content_text(message: ChatMessage) -> str:
@@ -80,4 +105,37 @@ def content_text(message: ChatMessage) -> str:
 
 
 def _plain(message: ChatMessage) -> dict[str, Any]:
-    return {**message.model_dump(exclude_none=True), "content": content_text(message)}
+    """A message as templates know it: content is text, arguments of calls are objects."""
+    plain = {**message.model_dump(exclude_none=True), "content": content_text(message)}
+    if message.tool_calls:
+        for call in plain["tool_calls"]:
+            call["function"]["arguments"] = _object(call["function"].get("arguments"))
+    else:
+        plain.pop("tool_calls", None)
+    if message.reasoning is not None:
+        plain.setdefault("reasoning_content", message.reasoning)
+    return plain
+
+
+def _named(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tool messages with the name of the function: templates ask for it, clients send an id."""
+    names: dict[str, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            if "id" in call:
+                names[call["id"]] = call["function"]["name"]
+        answered = message.get("tool_call_id")
+        if message["role"] == "tool" and isinstance(answered, str) and answered in names:
+            message.setdefault("name", names[answered])
+    return messages
+
+
+def _object(arguments: str | dict[str, Any] | None) -> str | dict[str, Any]:
+    """Arguments as an object; as they are if they are none, which many templates can show too."""
+    if not isinstance(arguments, str):
+        return arguments or {}
+    try:
+        found = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments

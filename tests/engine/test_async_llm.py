@@ -17,6 +17,7 @@ from fake_core import CRASH, MAX_MODEL_LEN
 from fake_server import FAKE_CORE, ROOT
 
 from jaxpaged.config import EngineConfig
+from jaxpaged.engine import async_llm
 from jaxpaged.engine.async_llm import AsyncLLM
 from jaxpaged.engine.errors import (
     BadRequestError,
@@ -291,3 +292,19 @@ def test_nothing_here_imports_jax():
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
+
+
+def test_load_is_logged_while_there_is_any(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(async_llm, "STATS_SECONDS", 0.1)
+    caplog.set_level("INFO", async_llm.__name__)
+
+    async def work(engine: AsyncLLM) -> None:
+        await collect(engine, [5, 6], SamplingParams(max_tokens=30, ignore_eos=True))
+        await asyncio.sleep(0.5)
+
+    with_engine(work, "--step-seconds", "0.01")
+    told = [record.message for record in caplog.records if "generation" in record.message]
+    assert told and told[0].startswith("running 1, waiting 0, pages ")
+    assert len(told) <= 5  # idle seconds are silent

@@ -144,7 +144,22 @@ def test_a_step_is_observed_once(metrics: Metrics):
 def test_a_line_about_the_load(metrics: Metrics):
     assert metrics.load_line(EngineStats(), 10.0) is None
     metrics.tokens(request(), news(), 101.0)
-    line = metrics.load_line(EngineStats(num_waiting=3), 10.0)
+    stats = EngineStats(
+        num_waiting=3, kv_cache_usage=0.25, prefix_cache_queries=40, prefix_cache_hits=10
+    )
+    assert metrics.load_line(stats, 10.0) == (
+        "running 0, waiting 3, pages 2 of 8 used (25.0%), prefix cache hits 25.0%, preemptions 0, "
+        "prompt 1.0 tokens/s, generation 0.1 tokens/s"
+    )
+
+
+def test_the_line_is_about_its_seconds_alone(metrics: Metrics):
+    before = EngineStats(num_running=1, prefix_cache_queries=40, num_preemptions=2)
+    metrics.load_line(before, 10.0)
+    after = EngineStats(
+        num_running=1, prefix_cache_queries=50, prefix_cache_hits=10, num_preemptions=3
+    )
+    line = metrics.load_line(after, 10.0)
     assert line is not None
-    assert "prompt 1.0 tokens/s, generation 0.1 tokens/s" in line
-    assert "waiting 3" in line
+    assert "hits 100.0%, preemptions 1," in line
+    assert metrics.load_line(EngineStats(), 10.0) is None

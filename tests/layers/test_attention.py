@@ -115,7 +115,7 @@ FLOAT32 = jnp.dtype(jnp.float32)
     ("where", "chosen"),
     [
         (case("cpu"), "xla"),
-        (case("gpu", 9.0), "mosaic"),
+        (case("gpu", 9.0), "triton"),
         (case("gpu", 8.0), "triton"),
         (case("gpu", 10.0), "triton"),
         (case("gpu", 7.5), "xla"),
@@ -130,6 +130,18 @@ FLOAT32 = jnp.dtype(jnp.float32)
 def test_the_best_backend_that_serves_the_case(where: AttentionCase, chosen: str) -> None:
     assert attention_backend("auto", where) == chosen
     assert attention_backend("xla", where) == "xla"
+
+
+def test_hopper_prefill_has_to_be_asked_for() -> None:
+    assert attention_backend("mosaic", case("gpu", 9.0)) == "mosaic"
+    for where in (
+        case("gpu", 8.0),
+        case("gpu", 9.0, kv_dtype=FLOAT32),
+        case("gpu", 9.0, head_dim=80),
+        case("gpu", 9.0, page_size=128),
+    ):
+        with pytest.raises(ValueError, match="choose from auto, triton, xla"):
+            attention_backend("mosaic", where)
 
 
 @pytest.mark.parametrize(

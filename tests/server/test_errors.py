@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import json
+
 import httpx
 import pytest
 from fake_server import Server
 from http_checks import check_error
+
+from jaxpaged.server.errors import error_body
 
 JSON = {"Content-Type": "application/json"}
 
@@ -46,6 +50,12 @@ def test_bodies(server: Server, content: bytes, headers: dict, words: list[str])
 def test_a_name_that_is_no_text(server: Server):
     content = b'{"prompt": "x", "model": "\\ud800"}'
     check_error(httpx.post(server.url + "/v1/completions", content=content, headers=JSON), 404)
+
+
+def test_an_error_that_quotes_half_a_surrogate_pair():
+    assert (
+        json.loads(error_body(400, "no role '\ud800'"))["error"]["message"] == r"no role '\ud800'"
+    )
 
 
 def test_the_first_field_at_fault_is_named(server: Server):

@@ -1,0 +1,56 @@
+"""How the answers to one prompt are made and read: reasoning, tools and constraints together."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.server.context import ServerContext
+from jaxpaged.server.parsing.answer import AnswerParser
+from jaxpaged.server.parsing.reasoning import left_open
+from jaxpaged.server.thinking import Thinking
+from jaxpaged.server.tools import ToolUse
+
+
+@dataclass(frozen=True)
+class AnswerPlan:
+    """Sampling parameters of the answers, and what reads them.
+
+    Args:
+        thinking: None: no part of an answer is reasoning.
+    """
+
+    params: SamplingParams
+    tools: ToolUse
+    thinking: Thinking | None
+
+    def parser(self) -> AnswerParser:
+        """A parser for one answer."""
+        thoughts = None if self.thinking is None else self.thinking.parser()
+        return AnswerParser(thoughts, self.tools.parser(), single=self.tools.single)
+
+
+def plan_answers(
+    context: ServerContext,
+    params: SamplingParams,
+    tools: ToolUse,
+    prompt: str,
+    continued: str | None = None,
+) -> AnswerPlan:
+    """Find room for reasoning, if the server reads any.
+
+    Args:
+        params: already with what `tools` ask for.
+        continued: the text of the last message if the answers continue it.
+    """
+    format = context.config.reasoning_parser
+    if format is None:
+        return AnswerPlan(params, tools, None)
+    thinking = Thinking.of(format, left_open(prompt, continued), context.tokenizer)
+    if params.structured_outputs is None:
+        return AnswerPlan(params, tools, thinking)
+    widened = thinking.before(params.structured_outputs)
+    if widened is None:
+        return AnswerPlan(params, tools, None)
+    return AnswerPlan(dataclasses.replace(params, structured_outputs=widened), tools, thinking)
