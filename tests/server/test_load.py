@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 def test_nothing_is_left_of_many_clients(model_folder: Path):
     fake = f"{sys.executable} {ROOT / 'tests' / 'fixtures' / 'fake_server.py'}"
     found = subprocess.run(
-        [sys.executable, "scripts/load_test.py", "--clients", "10", "--seconds", "3"]
+        [sys.executable, "scripts/load_test.py", "--clients", "10", "--seconds", "2"]
         + ["--command", fake, "--", str(model_folder)],
         cwd=ROOT,
         capture_output=True,
