@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +32,11 @@ MAX_REASON = 300  # characters of a complaint that are repeated
 STACK_BYTES = 256 << 20
 # At most one of these between two JSON tokens: a model that likes blanks must come to an end.
 JSON_BLANKS = r"\x20|\r?\n[\x20\t]{0,20}"
+# Text that can only go on in one way may spell a special token, say "<|end|>": without this,
+# llguidance takes it for that token and asks for the token instead. The last one counts.
+NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+MAX_DIVISOR = 10_000  # of multipleOf, zeros at its end aside: one state each
+MAX_ITEMS = 1000  # of a row of the parser: bounds what one mask costs; 250 optional properties fit
 
 
 class GrammarError(ValueError):
@@ -55,22 +61,34 @@ def grammar_text(wanted: StructuredOutputs) -> str:
         raise GrammarError(one_line(str(error))) from error
 
 
+def json_answer(schema: dict[str, Any]) -> str:
+    """What `%json` takes in a Lark grammar.
+
+    Raises:
+        ValueError, RecursionError: no JSON can say it.
+    """
+    guided = {**schema, "x-guidance": {"whitespace_pattern": JSON_BLANKS}}
+    return json.dumps(guided, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
 def _translate(wanted: StructuredOutputs) -> str:
+    """Always Lark: no other form has options."""
     if wanted.regex is not None:
-        return LLMatcher.grammar_from_regex(_small(wanted.regex))
+        made = json.loads(LLMatcher.grammar_from_regex(_small(wanted.regex)))
+        return str(made["grammars"][0]["lark_grammar"]) + NO_FORCING
     if wanted.choice is not None:
         # One terminal: a rule's alternatives are tried one by one, and llguidance takes few.
         spelled = (json.dumps(text, ensure_ascii=False) for text in wanted.choice)
         any_of = " | ".join(spelled).replace("\x7f", r"\u007f")
-        return LLMatcher.grammar_from_lark(_small(f"start: CHOICE\nCHOICE: {any_of}"))
+        return _small(f"start: CHOICE\nCHOICE: {any_of}") + NO_FORCING
     if wanted.grammar is not None:
         lark = is_lark_syntax(wanted.grammar)
         text = _small(wanted.grammar, MAX_BYTES if lark else MAX_GBNF_BYTES)
-        return grammar_from("grammar", text)
-    schema = {"type": "object"} if wanted.json_object else wanted.json
-    return LLMatcher.grammar_from_json_schema(
-        _small(_schema_text(schema)), defaults={"whitespace_pattern": JSON_BLANKS}
-    )
+        return str(grammar_from("grammar", text)) + NO_FORCING
+    schema = {"type": "object"} if wanted.json_object else _schema(wanted.json)
+    text = _small(json_answer(schema))
+    check_divisors(schema)
+    return f"start: %json {text}{NO_FORCING}"
 
 
 def read_vocabulary(file: Path) -> LLTokenizer:
@@ -101,7 +119,7 @@ def compile_grammar(vocabulary: LLTokenizer, text: str) -> LLMatcher:
     Raises:
         GrammarError: the grammar is wrong, or too complex to follow.
     """
-    limits = LLParserLimits(verbose_errors=False)
+    limits = LLParserLimits(verbose_errors=False, max_items_in_row=MAX_ITEMS)
     matcher = LLMatcher(vocabulary, text, log_level=0, limits=limits)
     began = time.perf_counter()
     if not matcher.is_error():
@@ -139,14 +157,34 @@ class CompilerThreads:
             threading.stack_size(before)
 
 
-def _schema_text(schema: Any) -> str:
+def _schema(schema: Any) -> dict[str, Any]:
     try:
         value = json.loads(schema) if isinstance(schema, str) else schema
     except ValueError as error:
         raise GrammarError(f"the schema is no JSON: {error}") from error
     if not isinstance(value, dict):
         raise GrammarError("a JSON schema must be an object")
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return value
+
+
+def check_divisors(schema: Any) -> None:
+    """Refuse what takes seconds and a gigabyte: to count modulo a large number.
+
+    Raises:
+        GrammarError: names it.
+    """
+    inner = schema if isinstance(schema, list) else []
+    if isinstance(schema, dict):
+        divisor = schema.get("multipleOf")
+        if isinstance(divisor, int | float) and not isinstance(divisor, bool):
+            top = abs(Decimal(str(divisor)).as_integer_ratio()[0])
+            while top > MAX_DIVISOR and top % 10 == 0:
+                top //= 10
+            if top > MAX_DIVISOR:
+                raise GrammarError(f"multipleOf {divisor} is too large: at most {MAX_DIVISOR}")
+        inner = list(schema.values())
+    for value in inner:
+        check_divisors(value)
 
 
 def _small(text: str, most: int = MAX_BYTES) -> str:

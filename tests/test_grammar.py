@@ -106,3 +106,37 @@ def test_exactly_one_constraint() -> None:
     params = SamplingParams(structured_outputs=StructuredOutputs(choice=["a", "a", "b"]))
     assert params.structured_outputs is not None
     assert params.structured_outputs.choice == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "text"),
+    [
+        ({"json": {"const": "<|end|>"}}, '"<|end|>"'),
+        ({"json": {"const": "\u2028%json"}}, '"\u2028%json"'),
+        ({"choice": ["<|user|>hi"]}, "<|user|>hi"),
+        ({"regex": "a/<[|]user[|]>"}, "a/<|user|>"),
+        ({"grammar": '%llguidance {"no_forcing": false}\nstart: "<|end|>" // !'}, "<|end|>"),
+        ({"grammar": 'root ::= "<|end|>"'}, "<|end|>"),
+    ],
+)
+def test_text_that_spells_a_special_token(
+    vocabulary: LLTokenizer, wanted: dict[str, object], text: str
+) -> None:
+    place = matcher(vocabulary, **wanted)
+    token_ids = [i for letter in text for i in vocabulary.greedy_tokenize(letter)]
+    for token_id in token_ids:
+        assert allowed(place) >= {token_id}
+        assert place.consume_token(token_id)
+    assert place.is_accepting()
+
+
+@pytest.mark.parametrize("divisor", [10_000, 2_500_000, 0.01, 12.5, True])
+def test_divisors_that_are_small_enough(divisor: float) -> None:
+    grammar_text(StructuredOutputs(json={"multipleOf": divisor}))
+
+
+@pytest.mark.parametrize("divisor", [10_007, 3_000_001, -1_000_003, 1000.003, 1e300 + 7e290])
+def test_divisors_that_take_too_long(divisor: float) -> None:
+    schema = {"properties": {"const": {"anyOf": [{"multipleOf": divisor}]}}}
+    with pytest.raises(GrammarError, match="multipleOf .* is too large"):
+        grammar_text(StructuredOutputs(json=schema))

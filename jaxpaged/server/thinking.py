@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 
 from jaxpaged.engine.tokenizer import Tokenizer
-from jaxpaged.grammar import JSON_BLANKS
+from jaxpaged.grammar import json_answer
 from jaxpaged.sampling_params import StructuredOutputs
 from jaxpaged.server.parsing import REASONING_FORMATS
 from jaxpaged.server.parsing.reasoning import CLOSING, OPENING, Thoughts
@@ -55,7 +55,7 @@ class Thinking:
             schema = json.loads(schema) if isinstance(schema, str) else schema
             if not isinstance(schema, dict):
                 return None
-            written = json.dumps({"x-guidance": {"whitespace_pattern": JSON_BLANKS}, **schema})
+            written = json_answer(schema)
         except (ValueError, RecursionError):  # whoever compiles it says what is wrong
             return None
         certain = self.parser().inside

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +117,7 @@ def test_a_grammar_that_takes_too_long_is_left_behind(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half a second, where others take a millisecond."""
+    monkeypatch.setattr(jaxpaged.grammar, "MAX_ITEMS", 100_000)
     slow, good = scheduled(grammars, 'start: "b" e\n' + SLOW), scheduled(grammars)
     assert grammars.masks([slow, good], 400)[1] == []
     slow.sequence.token_ids += grammars._vocabulary.greedy_tokenize("baa")
@@ -129,5 +131,18 @@ def test_a_grammar_that_takes_too_long_from_the_start(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jaxpaged.grammar, "MASK_SECONDS", 0.1)
+    monkeypatch.setattr(jaxpaged.grammar, "MAX_ITEMS", 100_000)
     with pytest.raises(GrammarError, match="too long"):
         grammars.compile("start: e\n" + SLOW).result()
+
+
+def test_an_ambiguous_grammar_ends_before_it_takes_long(grammars: Grammars) -> None:
+    """100 bytes that took seconds a token."""
+    any_way = " | ".join("e " * count for count in range(2, 11))
+    item = scheduled(grammars, f'start: e\ne: {any_way} | "a" | "b" | ""')
+    letter = grammars._vocabulary.greedy_tokenize("a")
+    began, failed = time.monotonic(), []
+    while not failed and len(item.sequence.token_ids) < 40:
+        failed = grammars.masks([item], 400)[1]
+        item.sequence.token_ids += letter
+    assert failed and time.monotonic() - began < 10
