@@ -18,7 +18,7 @@ from jaxpaged import model_files
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.core_client import CORE_COMMAND, CoreClient
 from jaxpaged.engine.errors import BadRequestError, EngineDeadError, RequestFailedError
-from jaxpaged.engine.grammar_checker import WAIT_SECONDS, GrammarChecker, too_slow
+from jaxpaged.engine.grammar_checker import GrammarChecker
 from jaxpaged.engine.input_processor import InputProcessor, Prompt
 from jaxpaged.engine.messages import (
     AbortRequests,
@@ -144,6 +144,7 @@ class AsyncLLM:
 
         Raises:
             BadRequestError: says what to change.
+            RequestFailedError: too many grammars wait to be compiled.
         """
         make = functools.partial(
             self._inputs.request,
@@ -153,11 +154,7 @@ class AsyncLLM:
             **{"arrival_time": time.time(), **options},
         )
         if params.structured_outputs is not None and self._grammars is not None:
-            checked = asyncio.wrap_future(self._grammars.submit(params.structured_outputs))
-            try:
-                grammar = await asyncio.wait_for(checked, WAIT_SECONDS)
-            except TimeoutError:
-                raise too_slow() from None
+            grammar = await self._grammars.checked(params.structured_outputs)
             make = functools.partial(make, grammar=grammar)
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         if isinstance(text, str) and len(text) > LONG_TEXT:

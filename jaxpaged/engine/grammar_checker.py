@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import functools
+import asyncio
 import select
 import subprocess
 import sys
 import threading
+from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
-from jaxpaged.engine.errors import BadRequestError
+from jaxpaged.engine.errors import BadRequestError, RequestFailedError
 from jaxpaged.engine.grammar_worker import Verdict, receive, send
 from jaxpaged.sampling_params import StructuredOutputs
 
 COMPILE_SECONDS = 10.0  # until a worker is killed
-WAIT_SECONDS = 20.0  # until a client hears that nobody has time for its grammar
+WAIT_SECONDS = 20.0  # until a client hears that no worker has had time to begin with its grammar
+MAX_WAITING = 32  # grammars that no worker has begun with; more clients hear so at once
 WORKERS = 2  # the second is started when the first is busy
 CACHED = 256  # good grammars that are remembered
 PARAM = "structured_outputs"
@@ -85,7 +87,9 @@ class GrammarChecker:
         self._workers: list[GrammarWorker] = []
         self._own = threading.local()  # each thread's worker
         self._threads = ThreadPoolExecutor(WORKERS, "grammar")
-        self._text_of = functools.lru_cache(CACHED)(self._ask)
+        self._lock = threading.Lock()
+        self._known: OrderedDict[bytes, str] = OrderedDict()  # what became of good questions
+        self._waiting = 0
 
     def warm_up(self) -> None:
         """Start a worker now, so that no request has to wait for it."""
@@ -94,22 +98,55 @@ class GrammarChecker:
     def submit(self, wanted: StructuredOutputs) -> Future[str]:
         """The grammar for the core, in a while; a BadRequestError if it cannot be followed.
 
-        Wait for at most WAIT_SECONDS; `too_slow` is what to raise then.
+        Raises:
+            BadRequestError: says what is wrong.
+            RequestFailedError: too many wait already.
         """
-        return self._threads.submit(self._check, wanted)
+        try:
+            question = msgspec.msgpack.encode(wanted)
+        except UnicodeEncodeError:
+            raise _refused("it holds half of a surrogate pair, which is no text") from None
+        except RecursionError:
+            raise _refused("it is nested too deeply") from None
+        with self._lock:
+            if question in self._known:
+                self._known.move_to_end(question)
+                known: Future[str] = Future()
+                known.set_result(self._known[question])
+                return known
+            if self._waiting >= MAX_WAITING:
+                raise _busy()
+            self._waiting += 1
+        return self._threads.submit(self._check, question)
 
-    def check(self, wanted: StructuredOutputs) -> str:
-        """The same, and wait for it.
+    async def checked(self, wanted: StructuredOutputs) -> str:
+        """The grammar for the core. Nobody works on it any more if this is cancelled in time.
 
         Raises:
             BadRequestError: says what is wrong.
+            RequestFailedError: no worker has time for it.
         """
+        future = self.submit(wanted)
+        waiting = asyncio.wrap_future(future)  # if cancelled, `future` is, too
+        try:
+            done, _ = await asyncio.wait([waiting], timeout=WAIT_SECONDS)
+            if not done and self._give_up(future):
+                raise _busy()
+            return await waiting
+        except asyncio.CancelledError:
+            self._give_up(future)
+            waiting.cancel()  # nobody asks for its exception
+            raise
+
+    def check(self, wanted: StructuredOutputs) -> str:
+        """The same, where nothing else has to go on meanwhile."""
         future = self.submit(wanted)
         try:
             return future.result(WAIT_SECONDS)
         except TimeoutError:
-            future.cancel()
-            raise too_slow() from None
+            if self._give_up(future):
+                raise _busy() from None
+            return future.result()  # it has begun, and ends in time
 
     def close(self) -> None:
         """End the workers; requests that wait for them fail."""
@@ -125,24 +162,33 @@ class GrammarChecker:
             self._workers.append(worker)
         return worker
 
-    def _check(self, wanted: StructuredOutputs) -> str:
-        try:
-            question = msgspec.msgpack.encode(wanted)
-        except UnicodeEncodeError:
-            raise _refused("it holds half of a surrogate pair, which is no text") from None
-        except RecursionError:
-            raise _refused("it is nested too deeply") from None
-        return self._text_of(question)
+    def _give_up(self, future: Future[str]) -> bool:
+        """Whether nobody had begun with it, and nobody will."""
+        if future.done() or not future.cancel():
+            return False
+        with self._lock:
+            self._waiting -= 1
+        return True
 
-    def _ask(self, question: bytes) -> str:
+    def _check(self, question: bytes) -> str:
+        with self._lock:
+            self._waiting -= 1
+            if question in self._known:  # another has asked the same meanwhile
+                return self._known[question]
         try:
             verdict = self._worker.ask(question)
         except TimeoutError:
-            raise too_slow() from None
+            raise _refused(
+                f"compiling it takes more than {COMPILE_SECONDS:.0f} seconds; simplify it"
+            ) from None
         except ChildProcessError:
             raise _refused("compiling it takes too much memory or too deep a stack") from None
         if verdict.text is None:
             raise _refused(verdict.error or "it is of no use")
+        with self._lock:
+            self._known[question] = verdict.text
+            if len(self._known) > CACHED:
+                self._known.popitem(last=False)
         return verdict.text
 
 
@@ -150,10 +196,5 @@ def _refused(reason: str) -> BadRequestError:
     return BadRequestError(f"the output cannot be constrained as asked: {reason}", PARAM)
 
 
-def too_slow() -> BadRequestError:
-    """What a client hears whose grammar is not compiled in time."""
-    return BadRequestError(
-        "the output cannot be constrained as asked: compiling that takes more than "
-        f"{COMPILE_SECONDS:.0f} seconds; simplify it or try again",
-        PARAM,
-    )
+def _busy() -> RequestFailedError:
+    return RequestFailedError("too many grammars wait to be compiled; try again later", 503)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from fake_server import eventually
 
 from jaxpaged.engine import grammar_checker
-from jaxpaged.engine.errors import BadRequestError
+from jaxpaged.engine.errors import BadRequestError, RequestFailedError
 from jaxpaged.engine.grammar_checker import GrammarChecker
 from jaxpaged.sampling_params import StructuredOutputs
 
@@ -68,12 +69,44 @@ def test_who_waits_too_long_is_told(
 ) -> None:
     checker.check(GOOD)
     monkeypatch.setattr(grammar_checker, "WAIT_SECONDS", 0.1)
-    with pytest.raises(BadRequestError, match="takes more than"):
+    running = [checker.submit(ENDLESS) for _ in range(2)]
+    eventually(lambda: all(future.running() for future in running))
+    with pytest.raises(RequestFailedError, match="wait to be compiled") as refused:
         checker.check(ENDLESS)
+    assert refused.value.code == 503
+    with pytest.raises(RequestFailedError, match="wait to be compiled"):
+        asyncio.run(checker.checked(ENDLESS))
+    assert checker.check(GOOD)  # remembered
     began = time.monotonic()
-    checker.close()  # ends the worker, and with it the thread that waits for it
+    checker.close()  # ends the workers, and with them the threads that wait for them
     assert all(worker._process is None for worker in checker._workers)
     assert time.monotonic() - began < 3
+
+
+def test_the_clock_starts_with_the_work(
+    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_checker, "WORKERS", 1)
+    monkeypatch.setattr(grammar_checker, "MAX_WAITING", 1)
+    checker = GrammarChecker(tokenizer_folder / "tokenizer.json")
+    checker.check(GOOD)
+    monkeypatch.setattr(grammar_checker, "COMPILE_SECONDS", 2.0)
+    monkeypatch.setattr(grammar_checker, "WAIT_SECONDS", 0.1)
+    running = checker.submit(ENDLESS)
+    eventually(running.running)
+
+    async def leave() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(checker.checked(ENDLESS), 0.02)
+
+    asyncio.run(leave())
+    waiting = checker.submit(StructuredOutputs(choice=["a"]))  # in the place that is free again
+    with pytest.raises(RequestFailedError, match="wait to be compiled"):
+        checker.submit(ENDLESS)
+    with pytest.raises(BadRequestError, match="takes more than"):
+        running.result()
+    assert waiting.result()
+    checker.close()
 
 
 def test_a_tokenizer_that_is_of_no_use(tmp_path: Path) -> None:
