@@ -114,8 +114,12 @@ class EngineCore:
         if seed is None:
             draw = f"{self._seed}:{next(self._seeds_drawn)}".encode()
             seed = int.from_bytes(hashlib.sha256(draw).digest()[:8], "little")
+        most = self._scheduler.config.max_num_queued_reqs
         if message.grammar is None:
             self._queue(message, seed, None)
+        elif most is not None and len(self._compiling) >= most:
+            reason = f"the queue is full: the grammars of {most} requests wait to be compiled"
+            self._fail(message.request_id, reason, 503)
         else:
             compiled = self._grammars.compile(message.grammar)
             self._compiling.append((message, seed, compiled))

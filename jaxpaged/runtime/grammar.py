@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -26,7 +27,10 @@ from jaxpaged.grammar import (
 )
 from jaxpaged.runtime.token_masks import num_words
 
-CACHED = 64  # compiled grammars
+CACHED = 16  # compiled grammars; a large one holds 100 MB and more
+SLOW_SECONDS = 0.1  # for a step's masks: more makes somebody wait
+BUDGET_SECONDS = 5.0  # of slow masks that one sequence may have
+TOO_LONG = "it takes too long"
 MAX_THREADS = 8  # that compute masks
 
 
@@ -36,6 +40,8 @@ class GrammarState:
     def __init__(self, matcher: LLMatcher, num_taken: int = 0) -> None:
         self.matcher = matcher
         self.num_taken = num_taken
+        self.suspect = False  # whether it may be the one that was slow at the last step
+        self.slow_seconds = 0.0  # of its masks that were slow when computed alone
 
     def fork(self) -> GrammarState:
         """The same place, to go on from alone."""
@@ -69,15 +75,24 @@ class _Fill:
         """Compute all masks; rows that may have held up the rest for too long."""
         # A thread a step costs 0.1 ms. Nobody can stop one: it is left behind.
         thread = threading.Thread(target=self._try, args=(executor,), daemon=True)
+        began = time.perf_counter()
         thread.start()
         thread.join(MASK_SECONDS)
         if thread.is_alive():
             return self._abandon()
         if self._error is not None:
             raise self._error
+        self._note_time(time.perf_counter() - began)
         for sequence, state in zip(self._sequences, self._states, strict=True):
             sequence.grammar = state
         return []
+
+    def _note_time(self, seconds: float) -> None:
+        slow = seconds > SLOW_SECONDS
+        for state in self._states:
+            state.suspect = slow
+        if slow and len(self._states) == 1:
+            self._states[0].slow_seconds += seconds
 
     def _abandon(self) -> list[int]:
         self._abandoned = True
@@ -104,6 +119,12 @@ class _Fill:
         self._behind = None
         matchers = [(state.matcher, row) for row, state in enumerate(self._states)]
         fill_next_token_bitmask_par(executor, matchers, self.mask_NW)
+
+
+def _is_suspect(item: ScheduledSequence) -> bool:
+    """Whether its mask is to be computed alone, to see who is slow."""
+    state: GrammarState | None = item.sequence.grammar
+    return state is not None and state.suspect
 
 
 class Grammars:
@@ -171,7 +192,10 @@ class Grammars:
             return {}, []
         masks: dict[int, np.ndarray] = {}
         failed: list[tuple[SequenceState, str]] = []
-        groups = [items]
+        suspected = [item for item in items if _is_suspect(item)]
+        groups = [[item] for item in suspected]
+        if others := [item for item in items if not _is_suspect(item)]:
+            groups.append(others)
         while groups:
             group = groups.pop()
             fill = _Fill(group, num_words(self._vocabulary.vocab_size))
@@ -183,12 +207,14 @@ class Grammars:
                     if matcher.is_error() or not mask_W.any():
                         reason = one_line(matcher.get_error()) or "no token fits"
                         failed.append((item.sequence, reason))
+                    elif item.sequence.grammar.slow_seconds > BUDGET_SECONDS:
+                        failed.append((item.sequence, TOO_LONG))
                     else:
                         masks[item.slot] = mask_W
                 continue
             del self._executor  # its threads may be busy for hours
             if len(group) == 1:
-                failed.append((group[0].sequence, "it takes too long"))
+                failed.append((group[0].sequence, TOO_LONG))
                 continue
             alone = [group[row] for row in suspects]
             groups += [[item] for item in alone]

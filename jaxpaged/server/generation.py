@@ -19,7 +19,7 @@ from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.server.context import ServerContext
 from jaxpaged.server.logprobs import LogprobWriter
 from jaxpaged.server.protocol import GenerationRequest, StreamOptions, Usage
-from jaxpaged.server.streaming import merge
+from jaxpaged.server.streaming import merge, unless_gone
 from jaxpaged.server.structured import named_as_sent
 from jaxpaged.server.usage import UsageCounter
 
@@ -91,6 +91,7 @@ async def prepare(
 
     Raises:
         BadRequestError: a prompt or the parameters.
+        ClientGoneError: the client left while a grammar was compiled.
     """
     if len(prompts) * params.n > MAX_SEQUENCES:
         raise BadRequestError(
@@ -103,7 +104,7 @@ async def prepare(
     requests = []
     for place, prompt in enumerate(prompts):
         with named_as_sent(body.response_format):
-            prepared = await context.engine.prepare(
+            preparing = context.engine.prepare(
                 prompt,
                 params,
                 request_id if len(prompts) == 1 else f"{request_id}-{place}",
@@ -112,6 +113,9 @@ async def prepare(
                 default_max_tokens=default_max_tokens,
                 cache_salt=body.cache_salt,
             )
+            if params.structured_outputs is not None:  # its grammar may wait for its turn
+                preparing = unless_gone(request, preparing)
+            prepared = await preparing
         requests.append(prepared)
         await asyncio.sleep(0)  # the others' tokens don't wait for a large batch
     config = context.config

@@ -146,3 +146,21 @@ def test_an_ambiguous_grammar_ends_before_it_takes_long(grammars: Grammars) -> N
         failed = grammars.masks([item], 400)[1]
         item.sequence.token_ids += letter
     assert failed and time.monotonic() - began < 10
+
+
+def test_a_grammar_that_is_slow_again_and_again_fails_alone(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jaxpaged.grammar, "MAX_ITEMS", 100_000)
+    monkeypatch.setattr(jaxpaged.runtime.grammar, "BUDGET_SECONDS", 0.2)
+    slow = scheduled(grammars, 'start: "c" e\n' + SLOW.replace(" | e e e" * 400, ""))
+    good = scheduled(grammars, "start: /[0-9]{1,99}/")
+    assert grammars.masks([slow, good], 400)[1] == []
+    slow.sequence.token_ids += grammars._vocabulary.greedy_tokenize("caa")
+    for _ in range(9):
+        masks, failed = grammars.masks([slow, good], 400)
+        if failed:
+            break
+        slow.sequence.token_ids += grammars._vocabulary.greedy_tokenize("a")
+    assert failed == [(slow.sequence, "it takes too long")]
+    assert masks
