@@ -88,7 +88,9 @@ def _translate(wanted: StructuredOutputs) -> str:
     schema = {"type": "object"} if wanted.json_object else _schema(wanted.json)
     text = _small(json_answer(schema))
     check_divisors(schema)
-    return f"start: %json {text}{NO_FORCING}"
+    if wanted.before_json is None:
+        return f"start: %json {text}{NO_FORCING}"
+    return f"start: before answer\nanswer: %json {text}\n{wanted.before_json}{NO_FORCING}"
 
 
 def read_vocabulary(file: Path) -> LLTokenizer:
@@ -129,6 +131,26 @@ def compile_grammar(vocabulary: LLTokenizer, text: str) -> LLMatcher:
     if time.perf_counter() - began > MASK_SECONDS:
         raise GrammarError("it takes too long to find what may come first")
     return matcher
+
+
+def check_beginnings(vocabulary: LLTokenizer, matcher: LLMatcher) -> None:
+    """Look behind what JSON begins with: most limits are met only there.
+
+    Raises:
+        GrammarError: the grammar is too complex to follow.
+    """
+    for beginning in ("{", '{"', "["):
+        place = matcher.deep_copy()
+        tokens = vocabulary.tokenize_str(beginning)
+        if place.validate_tokens(tokens) < len(tokens):
+            continue
+        began = time.perf_counter()
+        place.consume_tokens(tokens)
+        place.compute_bitmask()
+        if place.is_error():
+            raise GrammarError(one_line(place.get_error()))
+        if time.perf_counter() - began > MASK_SECONDS:
+            raise GrammarError("it takes too long to find what may come next")
 
 
 class _AddedToken(msgspec.Struct):

@@ -27,6 +27,8 @@ class StructuredOutputs:
         choice: the output is one of these.
         grammar: Lark as llguidance takes it, with a rule `start`; or GBNF, with a rule `root`.
         json_object: True: any JSON object.
+        before_json: Lark with a rule `before`, whose text the output begins with; for json and
+            json_object.
 
     Raises:
         ValueError: none or several of them; the message begins with "structured_outputs".
@@ -37,11 +39,16 @@ class StructuredOutputs:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    before_json: str | None = None
 
     def __post_init__(self) -> None:
         if self.choice is not None:
             object.__setattr__(self, "choice", tuple(dict.fromkeys(self.choice)))
         wanted = [field.name for field in fields(self) if getattr(self, field.name) is not None]
+        if self.before_json is not None:
+            wanted.remove("before_json")
+            if self.json is None and self.json_object is None:
+                raise ValueError("structured_outputs has before_json without json or json_object")
         if len(wanted) != 1:
             raise ValueError(
                 "structured_outputs must name exactly one of json, regex, choice, grammar and "

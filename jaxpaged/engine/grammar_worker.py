@@ -8,6 +8,7 @@ and output, is msgpack behind its length; standard input's end is the process's.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import resource
 import signal
@@ -21,6 +22,7 @@ from llguidance import LLTokenizer
 from jaxpaged.grammar import (
     CompilerThreads,
     GrammarError,
+    check_beginnings,
     compile_grammar,
     grammar_text,
     read_vocabulary,
@@ -68,14 +70,23 @@ class Compiler:
         try:
             if self._vocabulary is None:
                 self._vocabulary = read_vocabulary(self._file)
-            text = grammar_text(msgspec.msgpack.decode(question, type=StructuredOutputs))
-            compile_grammar(self._vocabulary, text)
-            verdict = Verdict(text=text)
+            wanted = msgspec.msgpack.decode(question, type=StructuredOutputs)
+            verdict = Verdict(text=self._check(wanted))
         except GrammarError as error:
             verdict = Verdict(error=str(error))
         except BaseException as error:
             verdict = Verdict(error=f"{type(error).__name__}: {error}".splitlines()[0])
         send(sys.stdout.buffer, msgspec.msgpack.encode(verdict))
+
+    def _check(self, wanted: StructuredOutputs) -> str:
+        assert self._vocabulary is not None
+        text = grammar_text(wanted)
+        matcher = compile_grammar(self._vocabulary, text)
+        if wanted.before_json is not None:  # it hides what is wrong behind it
+            alone = dataclasses.replace(wanted, before_json=None)
+            matcher = compile_grammar(self._vocabulary, grammar_text(alone))
+        check_beginnings(self._vocabulary, matcher)
+        return text
 
 
 def main() -> None:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 from dataclasses import dataclass
 
 from jaxpaged.engine.tokenizer import Tokenizer
-from jaxpaged.grammar import json_answer
 from jaxpaged.sampling_params import StructuredOutputs
 from jaxpaged.server.parsing import REASONING_FORMATS
 from jaxpaged.server.parsing.reasoning import CLOSING, OPENING, Thoughts
 
 # llguidance spells a tag that is a token of its own without quotes; no text matches such a token.
-_TOKENS_CERTAIN = "start: <think>? text </think> BREAK answer\ntext: /(?s:.*)/\n"
-_TOKENS_MAYBE = "start: (<think> text </think>)? BREAK answer\ntext: /(?s:.*)/\n"
-_TEXT_CERTAIN = 'start: text BREAK answer\ntext[suffix="</think>"]: /(?s:.*)/\n'
-_TEXT_MAYBE = 'start: ("<think>" text)? BREAK answer\ntext[suffix="</think>"]: /(?s:.*)/\n'
-_ANSWER = "BREAK: /\\n{0,2}/\nanswer: %json "
+_TOKENS_CERTAIN = "before: <think>? text </think> BREAK\n"
+_TOKENS_MAYBE = "before: (<think> text </think>)? BREAK\n"
+_TOKENS_TEXT = "text: /(?s:.*)/\n"
+_LETTERS_CERTAIN = "before: text BREAK\n"
+_LETTERS_MAYBE = 'before: ("<think>" text)? BREAK\n'
+_LETTERS_TEXT = 'text[suffix="</think>"]: /(?s:.*)/\n'
+_BREAK = "BREAK: /\\n{0,2}/\n"
 
 
 @dataclass(frozen=True)
@@ -50,17 +51,11 @@ class Thinking:
         """
         if self.left_open is False:
             return wanted
-        schema = {"type": "object"} if wanted.json_object else wanted.json
-        try:
-            schema = json.loads(schema) if isinstance(schema, str) else schema
-            if not isinstance(schema, dict):
-                return None
-            written = json_answer(schema)
-        except (ValueError, RecursionError):  # whoever compiles it says what is wrong
+        if wanted.json is None and wanted.json_object is None:
             return None
         certain = self.parser().inside
         if self.tokens:
-            before = _TOKENS_CERTAIN if certain else _TOKENS_MAYBE
+            before = (_TOKENS_CERTAIN if certain else _TOKENS_MAYBE) + _TOKENS_TEXT
         else:
-            before = _TEXT_CERTAIN if certain else _TEXT_MAYBE
-        return StructuredOutputs(grammar=before + _ANSWER + written)
+            before = (_LETTERS_CERTAIN if certain else _LETTERS_MAYBE) + _LETTERS_TEXT
+        return dataclasses.replace(wanted, before_json=before + _BREAK)

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_server import eventually
@@ -115,3 +116,19 @@ def test_a_tokenizer_that_is_of_no_use(tmp_path: Path) -> None:
     with pytest.raises(BadRequestError, match=r"cannot use this model's tokenizer.*No such file"):
         checker.check(GOOD)
     checker.close()
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs/n", "$defs": {"n": {"$ref": "#/$defs/n"}}},
+        {"properties": {f"p{place}": {} for place in range(700)}},
+        {"multipleOf": 3_000_001},
+        "[",
+    ],
+)
+def test_what_is_wrong_behind_thoughts(checker: GrammarChecker, schema: Any) -> None:
+    before = 'before: text\ntext[suffix="</think>"]: /(?s:.*)/\n'
+    assert checker.check(StructuredOutputs(json_object=True, before_json=before))
+    with pytest.raises(BadRequestError):
+        checker.check(StructuredOutputs(json=schema, before_json=before))

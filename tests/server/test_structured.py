@@ -43,6 +43,8 @@ def schema_format(schema: Any) -> dict[str, Any]:
         ({"structured_outputs": {"yaml": "a"}}, ["yaml"]),
         ({"structured_outputs": "json"}, ["structured_outputs"]),
         ({"response_format": schema_format({"type": "nope"})}, ["nope"]),
+        ({"response_format": schema_format({"properties": {f"p{n}": {} for n in range(700)}})},
+         ["cannot be constrained"]),
         ({"response_format": schema_format("x")}, ["json_schema.schema"]),
         ({"response_format": {"type": "json_schema"}}, ["json_schema"]),
         ({"response_format": {"type": "xml"}}, ["response_format.type"]),
@@ -75,13 +77,16 @@ def test_good_constraints_are_taken(server: Server, path: str, body: dict[str, A
 
 
 def test_a_slow_schema_holds_up_nobody(server: Server) -> None:
-    """Thousands of optional properties take a second to compile."""
-    slow = {"json": {"properties": {f"p{place}": {} for place in range(3000)}}}
+    """Thousands of properties take a second to compile."""
+    names = [f"p{place}" for place in range(3000)]
+    slow = {"json": {"properties": dict.fromkeys(names, {}), "required": names}}
     done = threading.Event()
 
     def ask_slow() -> None:
-        assert ask(server, COMPLETIONS, structured_outputs=slow).status_code == 200
-        done.set()
+        try:
+            assert ask(server, COMPLETIONS, structured_outputs=slow).status_code == 200
+        finally:
+            done.set()
 
     thread = threading.Thread(target=ask_slow)
     thread.start()

@@ -61,5 +61,5 @@ def test_thoughts_before_json(tokenizer: Tokenizer, left_open: bool | None, text
 
 def test_what_leaves_no_room():
     thinking = Thinking("deepseek_r1", None, True)
-    for wanted in ({"regex": "a+"}, {"choice": ["a"]}, {"grammar": "start: A"}, {"json": "{"}):
+    for wanted in ({"regex": "a+"}, {"choice": ["a"]}, {"grammar": "start: A"}):
         assert thinking.before(StructuredOutputs(**wanted)) is None
