@@ -217,8 +217,14 @@ def _small(text: str, most: int = MAX_BYTES) -> str:
 
 
 def one_line(reason: str) -> str:
-    """A complaint of llguidance, short enough for an error message."""
-    line = " ".join(reason.replace("<non-verbose/>", "").split())
+    """A complaint of llguidance, short enough for an error message.
+
+    Further lines quote the grammar, which may be none that the client knows.
+    """
+    lines = reason.replace("<non-verbose/>", "").strip().splitlines() or [""]
+    line = " ".join(lines[0].split())
+    if line.endswith(":"):  # the regex, then what is wrong with it
+        line += next((f" {more}" for more in lines if more.startswith("error:")), "")
     if line.startswith("NoExtension"):
         return "no text matches it"
     return line if len(line) <= MAX_REASON else line[:MAX_REASON] + " …"

@@ -140,3 +140,9 @@ def test_divisors_that_take_too_long(divisor: float) -> None:
     schema = {"properties": {"const": {"anyOf": [{"multipleOf": divisor}]}}}
     with pytest.raises(GrammarError, match="multipleOf .* is too large"):
         grammar_text(StructuredOutputs(json=schema))
+
+
+def test_a_complaint_quotes_no_grammar(vocabulary: LLTokenizer) -> None:
+    with pytest.raises(GrammarError) as refused:
+        matcher(vocabulary, grammar='start: "a"\nstart: "b"')
+    assert str(refused.value) == 'at 2(8): duplicate rule: "start"'

@@ -43,6 +43,7 @@ LONG_TEXT = 20_000  # characters beyond which a text is tokenized in a thread
 STATS_SECONDS = 10.0  # between two lines of statistics in the log
 
 
+Failure = RequestFailedError | BadRequestError
 # Called as a request begins, in the context of who began it; what it returns is called with the
 # reason when the request has ended.
 Observer = Callable[[RequestTimes], Callable[[str], None]]
@@ -55,7 +56,7 @@ class _Flight:
     times: RequestTimes
     delta: bool
     tell_end: list[Callable[[str], None]]
-    queue: asyncio.Queue[RequestOutput | RequestFailedError] = field(default_factory=asyncio.Queue)
+    queue: asyncio.Queue[RequestOutput | Failure] = field(default_factory=asyncio.Queue)
 
 
 class AsyncLLM:
@@ -174,6 +175,7 @@ class AsyncLLM:
 
         Raises:
             RequestFailedError: the queue is full.
+            BadRequestError: it cannot be fulfilled, as showed only now.
             EngineDeadError: the core died, before or meanwhile.
         """
         if self.dead is not None:
@@ -192,7 +194,7 @@ class AsyncLLM:
             finished = False
             while not finished:
                 output = await flight.queue.get()
-                if isinstance(output, RequestFailedError):
+                if isinstance(output, Failure):
                     raise output
                 finished = output.finished
                 output.request_id = given_id
@@ -217,7 +219,12 @@ class AsyncLLM:
             yield output
 
     def abort_all(self) -> None:
-        """End every request; those that wait get an output with finish_reason abort."""
+        """End every request; those that wait get an output with finish_reason abort.
+
+        Requests whose grammars are compiled fail, and so does any that brings one later.
+        """
+        if self._grammars is not None:
+            self._grammars.close()
         if self._flights:
             self._core.send(AbortRequests(list(self._flights)))
 
@@ -316,7 +323,7 @@ class AsyncLLM:
             return
         try:
             output, tell = self._outputs.process(news)
-        except RequestFailedError as error:
+        except (RequestFailedError, BadRequestError) as error:
             self._end(news.request_id, "error")
             flight.queue.put_nowait(error)
             return

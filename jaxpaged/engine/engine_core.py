@@ -18,6 +18,7 @@ from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import QueueFullError, Scheduler, SchedulerConfig, SchedulerOutput
 from jaxpaged.core.sequence import SequenceState
 from jaxpaged.engine.commands import run_command
+from jaxpaged.engine.grammar_checker import PARAM
 from jaxpaged.engine.messages import (
     AddRequest,
     Command,
@@ -162,17 +163,17 @@ class EngineCore:
             try:
                 self._queue(message, seed, compiled.result())
             except GrammarError as error:
-                self._fail(message.request_id, str(error), 400)
+                self._fail(message.request_id, str(error), 400, PARAM)
             except Exception as error:
                 log.exception("compiling the grammar of request %s failed", message.request_id)
                 self._fail(message.request_id, f"compiling the grammar failed: {error}", 500)
 
-    def _fail(self, request_id: str, reason: str, code: int) -> None:
+    def _fail(self, request_id: str, reason: str, code: int, param: str | None = None) -> None:
         """Tell the front end that a request has failed."""
         self._outputs.append(
             SequenceOutput(
                 request_id=request_id, index=0, finish_reason="error", error=reason,
-                error_code=code,
+                error_code=code, error_param=param,
             )
         )  # fmt: skip
 
@@ -251,7 +252,8 @@ class EngineCore:
             log.warning("request %s cannot follow its grammar: %s", request_id, reason)
             if self._scheduler.abort(request_id):  # unless another choice has failed, too
                 self._forget(request_id)
-                self._fail(request_id, f"the output cannot be constrained further: {reason}", 400)
+                reason = f"the output cannot be constrained further: {reason}"
+                self._fail(request_id, reason, 400, PARAM)
         return masks
 
     def _collect(self) -> None:

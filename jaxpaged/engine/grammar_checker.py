@@ -90,6 +90,7 @@ class GrammarChecker:
         self._lock = threading.Lock()
         self._known: OrderedDict[bytes, str] = OrderedDict()  # what became of good questions
         self._waiting = 0
+        self._closed = False
 
     def warm_up(self) -> None:
         """Start a worker now, so that no request has to wait for it."""
@@ -109,6 +110,8 @@ class GrammarChecker:
         except RecursionError:
             raise _refused("it is nested too deeply") from None
         with self._lock:
+            if self._closed:
+                raise _closing()
             if question in self._known:
                 self._known.move_to_end(question)
                 known: Future[str] = Future()
@@ -136,6 +139,8 @@ class GrammarChecker:
         except asyncio.CancelledError:
             self._give_up(future)
             waiting.cancel()  # nobody asks for its exception
+            if self._closed:
+                raise _closing() from None
             raise
 
     def check(self, wanted: StructuredOutputs) -> str:
@@ -150,6 +155,8 @@ class GrammarChecker:
 
     def close(self) -> None:
         """End the workers; requests that wait for them fail."""
+        with self._lock:
+            self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.kill()
@@ -182,6 +189,8 @@ class GrammarChecker:
                 f"compiling it takes more than {COMPILE_SECONDS:.0f} seconds; simplify it"
             ) from None
         except ChildProcessError:
+            if self._closed:
+                raise _closing() from None
             raise _refused("compiling it takes too much memory or too deep a stack") from None
         if verdict.text is None:
             raise _refused(verdict.error or "it is of no use")
@@ -198,3 +207,7 @@ def _refused(reason: str) -> BadRequestError:
 
 def _busy() -> RequestFailedError:
     return RequestFailedError("too many grammars wait to be compiled; try again later", 503)
+
+
+def _closing() -> RequestFailedError:
+    return RequestFailedError("the server is shutting down", 503)

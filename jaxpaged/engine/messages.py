@@ -85,6 +85,7 @@ class SequenceOutput(msgspec.Struct, kw_only=True):
     embedding: bytes | None = None  # float32, little-endian, of length 1; then no tokens
     error: str | None = None  # with finish_reason error
     error_code: int = 500  # 503: queue full
+    error_param: str | None = None  # with 400: the field at fault, if it is one
 
 
 class EngineStats(msgspec.Struct, kw_only=True):

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass, field
 
 from jaxpaged.engine.detokenizer import Detokenizer
-from jaxpaged.engine.errors import RequestFailedError
+from jaxpaged.engine.errors import BadRequestError, RequestFailedError
 from jaxpaged.engine.messages import AddRequest, FinishSequence, SequenceOutput
 from jaxpaged.engine.messages import TokenLogprobs as RawLogprobs
 from jaxpaged.engine.tokenizer import Tokenizer
@@ -76,13 +76,17 @@ class OutputProcessor:
 
         Raises:
             RequestFailedError: the engine refused or lost the request.
+            BadRequestError: it cannot be fulfilled, as showed only now.
         """
         state = self._requests.get(news.request_id)
         if state is None:
             return None, None
         if news.finish_reason == "error":
             del self._requests[news.request_id]
-            raise RequestFailedError(news.error or "the request failed", news.error_code)
+            reason = news.error or "the request failed"
+            if news.error_code == 400:
+                raise BadRequestError(reason, news.error_param)
+            raise RequestFailedError(reason, news.error_code)
         if news.index not in state.unfinished:
             return None, None
         self._take_request_news(state, news)

@@ -84,6 +84,21 @@ def test_who_waits_too_long_is_told(
     assert time.monotonic() - began < 3
 
 
+def test_who_waits_for_a_checker_that_closes(checker: GrammarChecker) -> None:
+    checker.check(GOOD)
+
+    async def wait() -> list[object]:
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.3, checker.close)
+        waits = [checker.checked(ENDLESS) for _ in range(4)]
+        return await asyncio.gather(*waits, return_exceptions=True)
+
+    failures = asyncio.run(wait())
+    assert all(isinstance(failure, RequestFailedError) for failure in failures)
+    with pytest.raises(RequestFailedError, match="shutting down"):
+        checker.check(GOOD)
+
+
 def test_the_clock_starts_with_the_work(
     tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jaxpaged.engine.errors import RequestFailedError
+from jaxpaged.engine.errors import BadRequestError, RequestFailedError
 from jaxpaged.engine.messages import AddRequest, FinishSequence, SequenceOutput, TokenLogprobs
 from jaxpaged.engine.output_processor import OutputProcessor
 from jaxpaged.engine.tokenizer import Tokenizer
@@ -153,6 +153,15 @@ def test_a_refused_request_fails(tokenizer: Tokenizer):
         driver.feed([], finish_reason="error", error="full", error_code=503)
     assert error.value.code == 503
     assert driver.outputs.num_requests == 0
+
+
+def test_a_request_that_proves_bad_names_its_field(tokenizer: Tokenizer):
+    driver = Driver(tokenizer, True)
+    with pytest.raises(BadRequestError, match="no token fits") as error:
+        driver.feed(
+            [], finish_reason="error", error="no token fits", error_code=400, error_param="p"
+        )
+    assert error.value.param == "p"
 
 
 def test_an_aborted_request_is_forgotten(tokenizer: Tokenizer, ids: list[int]):
