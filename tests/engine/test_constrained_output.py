@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from jaxpaged.outputs import CompletionOutput
 from tests.engine.harness import LLAMA, drain, write_model
 
 PROMPT = "the quick brown fox"
-TRICKY = "😀 👨‍👩‍👧 ďábel"
+TRICKY = "😀 👨‍👩‍👧 ďábel <|end|>"  # spells a special token, too
 PATTERN = r"(yes|no), [a-f]{2,12}[0-9]"
 TREE = {
     "$defs": {
@@ -224,6 +225,7 @@ def ends(outputs: list[SequenceOutput]) -> dict[tuple[str, int], str]:
 
 def test_a_grammar_that_grows_too_complex_ends_alone(llm: LLM) -> None:
     ambiguous = {"type": "object", "properties": {f"p{place}": {} for place in range(900)}}
+    ambiguous = {"type": "array", "items": ambiguous, "minItems": 1}
     core = llm._core
     core.add(message(llm, "bad", params(json=ambiguous, n=2)))
     core.add(message(llm, "good", params(choice=["yes"])))
@@ -231,6 +233,7 @@ def test_a_grammar_that_grows_too_complex_ends_alone(llm: LLM) -> None:
     assert ends(outputs) == {("bad", 0): "error", ("good", 0): "stop"}
     (failed,) = [news for news in outputs if news.error]
     assert "items" in (failed.error or "") and failed.error_code == 400
+    assert failed.error_param == "structured_outputs"
     assert core.stats().kv_cache_usage == 0
 
 
@@ -245,12 +248,24 @@ def test_a_grammar_that_the_core_cannot_use_ends_alone(llm: LLM) -> None:
 
 def test_abort_while_a_grammar_compiles(llm: LLM) -> None:
     core = llm._core
-    slow = {"properties": {f"q{place}": {} for place in range(900)}}
+    names = [f"q{place}" for place in range(900)]
+    slow = {"properties": dict.fromkeys(names, {}), "required": names}
     core.add(message(llm, "slow", params(json=slow, n=2)))
     assert core.has_work and core.stats().num_waiting == 1
     core.abort("slow")
     assert ends(drain(core)) == {("slow", 0): "abort", ("slow", 1): "abort"}
     assert not core.has_work
+
+
+def test_grammars_that_compile_are_queued_too(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = llm._core
+    limited = dataclasses.replace(core._scheduler.config, max_num_queued_reqs=1)
+    monkeypatch.setattr(core._scheduler, "config", limited)
+    for name in ("first", "second"):
+        core.add(message(llm, name, params(choice=["yes", name])))
+    outputs = drain(core)
+    assert ends(outputs) == {("first", 0): "stop", ("second", 0): "error"}
+    assert [news.error_code for news in outputs if news.error] == [503]
 
 
 def test_without_a_tokenizer(make: Make) -> None:
