@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import APIRouter
 
 from jaxpaged.engine.errors import BadRequestError
@@ -26,7 +28,7 @@ async def tokenize(
     context.check_model(body.model)
     tokenizer = context.tokenizer
     if isinstance(body, TokenizeTextRequest):
-        token_ids = tokenizer.encode(body.prompt, body.add_special_tokens)
+        token_ids = await asyncio.to_thread(tokenizer.encode, body.prompt, body.add_special_tokens)
     else:
         token_ids = await chat_token_ids(body, context)
     return TokenizeResponse(
@@ -49,4 +51,6 @@ async def detokenize(body: DetokenizeRequest, context: Context) -> DetokenizeRes
                 f"{vocab - 1}",
                 "tokens",
             )
-    return DetokenizeResponse(prompt=context.tokenizer.decode(body.tokens))
+    return DetokenizeResponse(
+        prompt=await asyncio.to_thread(context.tokenizer.decode, body.tokens)
+    )
