@@ -199,9 +199,12 @@ class Tokenizer:
                 tools=tools,
                 **template_kwargs,
             )
+        except RecursionError:  # of what it was given: nothing that a template says is as deep
+            raise BadRequestError(
+                "the messages, tools or template variables are nested too deeply", "messages"
+            ) from None
         except (
-            TemplateError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError,
-            MemoryError,
+            TemplateError, ArithmeticError, LookupError, TypeError, ValueError, MemoryError,
         ) as error:  # fmt: skip
             raise BadRequestError(f"the chat template refuses: {error}", "messages") from error
 
