@@ -7,7 +7,7 @@ import pytest
 from fake_server import Server
 from http_checks import check_error
 
-from jaxpaged.server.errors import error_body
+from jaxpaged.server.errors import MAX_MESSAGE, anthropic_error_body, error_body
 
 JSON = {"Content-Type": "application/json"}
 
@@ -62,3 +62,15 @@ def test_the_first_field_at_fault_is_named(server: Server):
     body = {"prompt": "x", "stop": {"a": 1}, "logit_bias": {"5": "x"}}
     error = check_error(server.post("/v1/completions", **body), 400, "stop:", "logit_bias:")
     assert error["param"] == "stop"
+
+
+def test_an_error_tells_of_a_few_places(server: Server):
+    messages = [{"role": 1}] * 1000
+    error = check_error(server.post("/v1/chat/completions", messages=messages), 400, "messages.0")
+    assert len(error["message"]) < MAX_MESSAGE
+    assert error["param"] == "messages"
+
+
+def test_an_error_is_no_echo():
+    for body in (error_body(400, "x" * 10**6), anthropic_error_body(400, "x" * 10**6)):
+        assert len(json.loads(body)["error"]["message"]) == MAX_MESSAGE + len("...")

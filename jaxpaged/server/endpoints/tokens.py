@@ -51,6 +51,4 @@ async def detokenize(body: DetokenizeRequest, context: Context) -> DetokenizeRes
                 f"{vocab - 1}",
                 "tokens",
             )
-    return DetokenizeResponse(
-        prompt=await asyncio.to_thread(context.tokenizer.decode, body.tokens)
-    )
+    return DetokenizeResponse(prompt=await asyncio.to_thread(context.tokenizer.decode, body.tokens))
