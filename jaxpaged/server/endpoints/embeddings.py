@@ -83,11 +83,18 @@ async def _prepare(
             )
             await asyncio.sleep(0)  # the others' tokens don't wait for a large batch
     except BadRequestError as error:
-        param = "input" if error.param == "prompt" else error.param
-        raise BadRequestError(error.message, param) from None
+        raise _of_input(error) from None
     except ValueError as error:
         raise BadRequestError(str(error), "priority") from None
     return requests
+
+
+def _of_input(error: BadRequestError) -> BadRequestError:
+    """The engine speaks of prompts and outputs; here there are inputs."""
+    if error.param not in ("prompt", "max_tokens"):
+        return error
+    message = error.message.replace("prompt or max_tokens", "input").replace("prompt", "input")
+    return BadRequestError(message, "input")
 
 
 async def _embed(context: ServerContext, requests: Sequence[AddRequest]) -> list[bytes]:
