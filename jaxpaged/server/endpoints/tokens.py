@@ -31,11 +31,14 @@ async def tokenize(
         token_ids = await asyncio.to_thread(tokenizer.encode, body.prompt, body.add_special_tokens)
     else:
         token_ids = await chat_token_ids(body, context)
+    spellings = None
+    if body.return_token_strs:
+        spellings = await asyncio.to_thread(lambda: [tokenizer.token(i) for i in token_ids])
     return TokenizeResponse(
         count=len(token_ids),
         max_model_len=context.engine.info.max_model_len,
         tokens=token_ids,
-        token_strs=[tokenizer.token(i) for i in token_ids] if body.return_token_strs else None,
+        token_strs=spellings,
     )
 
 
