@@ -205,6 +205,8 @@ def _edit(logits_RV: jax.Array, edits: LogitEdits, count_RV: jax.Array) -> jax.A
     R, V = logits_RV.shape
     bits_RW32 = (edits.mask_RW[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     allowed_RV = bits_RW32.reshape(R, -1)[:, :V] != 0
+    padding = V - allowed_RV.shape[1]  # of the vocabulary, where devices share it
+    allowed_RV = jnp.pad(allowed_RV, ((0, 0), (0, padding)))
     allowed_RV |= ~allowed_RV.any(axis=-1, keepdims=True)
 
     bias_id_RX = jnp.where(edits.bias_id_RX < 0, V, edits.bias_id_RX)
