@@ -10,6 +10,8 @@ import jax.numpy as jnp
 
 from jaxpaged.models.spec import ModelSpec
 
+MASK_BITS = 32  # tokens to a word of the sampler's masks: a device has whole words
+
 
 def spread_spec(spec: ModelSpec, num_devices: int) -> ModelSpec:
     """The model with KV heads copied and its vocabulary padded until both divide.
@@ -20,6 +22,8 @@ def spread_spec(spec: ModelSpec, num_devices: int) -> ModelSpec:
     Raises:
         ValueError: query heads or the MLP do not divide; names them and the numbers that would do.
     """
+    if num_devices == 1:
+        return spec
     sizes = {"num_attention_heads": spec.num_heads, "intermediate_size": spec.ffn}
     uneven = [f"{name} ({size})" for name, size in sizes.items() if size % num_devices]
     if uneven:
@@ -34,7 +38,7 @@ def spread_spec(spec: ModelSpec, num_devices: int) -> ModelSpec:
         spec,
         num_kv_heads=num_kv_heads,
         kv_copies=num_kv_heads // spec.num_kv_heads,
-        vocab_padding=-spec.vocab % num_devices,
+        vocab_padding=-spec.vocab % (MASK_BITS * num_devices),
     )
 
 

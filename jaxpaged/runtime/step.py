@@ -211,7 +211,7 @@ def sample(
         variant,
         penalties,
         max_logprobs=max_logprobs,
-        fused=None if model.mesh is None else False,  # a kernel sees one device's logits alone
+        mesh=model.mesh,
     )
     # Rows that sample nothing carry the null slot.
     return out, last_token.at[batch.slot_R].set(out.token_R), penalties
