@@ -82,7 +82,7 @@ class HostRunner:
         self._slots.admit(scheduled.admitted)
         return self._builder.step(scheduled)
 
-    def sample(self, scheduled: SchedulerOutput, step: StepInput) -> InFlight:
+    def sample(self, scheduled: SchedulerOutput, step: StepInput, masks: Any = None) -> InFlight:
         """Nothing is left to pack for the variants that ride along with the step."""
         return InFlight(scheduled, None, [], time.perf_counter())
 

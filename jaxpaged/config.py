@@ -115,6 +115,12 @@ class EngineConfig:
     )
     async_scheduling: bool = setting(True, "prepare the next step while the device runs this one")
 
+    pooling: str = setting(
+        "last",
+        "what /v1/embeddings gives: the last token's hidden state or the mean over all tokens, "
+        "which reads no cached prefix",
+        choices=("last", "mean"),
+    )
     max_logprobs: int = setting(20, "most log-probabilities a request may ask for at a position")
     attention_backend: str = setting(
         "auto",
@@ -162,6 +168,7 @@ class EngineConfig:
             "generation_config",
             "kv_cache_dtype",
             "scheduling_policy",
+            "pooling",
             "attention_backend",
         ):
             choices = self.__dataclass_fields__[f].metadata["choices"]

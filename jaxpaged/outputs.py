@@ -46,3 +46,4 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # the first entry is None
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache served
     scheduled_time: float | None = None  # time.time() when it was first admitted
+    embedding: bytes | None = None  # of the prompt, if it was asked for: float32 of length 1

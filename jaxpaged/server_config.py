@@ -33,8 +33,8 @@ class ServerConfig:
     root_path: str = setting("", "path that a proxy in front strips off")
     api_key: tuple[str, ...] = setting(
         (),
-        "keys of which clients must send one as a bearer token, on every route but /health, /ping "
-        "and the page's files (environment: JAXPAGED_API_KEY)",
+        "keys of which clients must send one as a bearer token or in X-Api-Key, on every route but "
+        "/health, /ping and the page's files (environment: JAXPAGED_API_KEY)",
         metavar="KEY",
     )
     allowed_origins: tuple[str, ...] = setting(
@@ -72,6 +72,14 @@ class ServerConfig:
         False, "tell in usage how many prompt tokens the prefix cache served"
     )
     enable_request_id_headers: bool = setting(False, "echo X-Request-Id, or make one up")
+    enable_admin: bool = setting(
+        False, "routes that change the engine or tell of it: profiles, prefix cache, settings"
+    )
+    profile_dir: str | None = setting(
+        None,
+        "where /start_profile writes its traces (default: in the user's cache folder)",
+        metavar="FOLDER",
+    )
     enable_log_requests: bool = setting(
         False, "log a line for each request: id, tokens, times, how it ended; never its texts"
     )

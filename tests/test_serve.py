@@ -18,7 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Literal
 
+import anthropic
 import httpx
+import numpy as np
 import openai
 import pydantic
 import pytest
@@ -26,6 +28,7 @@ import pytest
 from jaxpaged.model_files import DEMO_MODEL
 
 ARGS = ["--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--max-model-len", "512"]
+ARGS += ["--enable-admin"]
 
 
 class Serving:
@@ -153,6 +156,42 @@ def test_concurrent_requests_get_what_they_get_alone(serving: Serving) -> None:
     for thread in threads:
         thread.join()
     assert [together[i] for i in range(6)] == alone
+    assert serving.gauge("step_compilations") == 0
+
+
+def test_every_api_answers_alike(serving: Serving) -> None:
+    text = "Who art thou?"
+    chat = serving.client.chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": text}], max_tokens=12, temperature=0
+    )
+    said = chat.choices[0].message.content
+    response = serving.client.responses.create(
+        model="demo", input=text, max_output_tokens=12, temperature=0
+    )
+    assert response.output_text == said != ""
+    claude = anthropic.Anthropic(base_url=serving.url, api_key="none", max_retries=0)
+    with claude.messages.stream(
+        model="demo",
+        messages=[{"role": "user", "content": text}],
+        max_tokens=12,
+        extra_body={"temperature": 0},
+    ) as stream:
+        assert stream.get_final_text() == said
+
+
+def test_embeddings_follow_the_text_alone(serving: Serving) -> None:
+    def embed(*texts: str) -> np.ndarray:
+        found = serving.client.embeddings.create(model="demo", input=list(texts))
+        return np.array([item.embedding for item in found.data])
+
+    long = "The king is dead, long live the king! " * 20
+    vectors = embed("To be", "or not to be", long, "To be")
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+    np.testing.assert_allclose(vectors[3], vectors[0], atol=1e-4)
+    assert np.abs(vectors[1] - vectors[0]).max() > 0.01
+    np.testing.assert_allclose(embed(long)[0], vectors[2], atol=1e-4)  # from the cache
+    assert httpx.post(serving.url + "/reset_prefix_cache").json() == {"success": True}
+    np.testing.assert_allclose(embed(long)[0], vectors[2], atol=1e-4)
     assert serving.gauge("step_compilations") == 0
 
 

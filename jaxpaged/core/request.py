@@ -18,6 +18,7 @@ class Request:
     seed: int  # already drawn if the parameters name none
     eos_token_ids: frozenset[int] = frozenset()  # empty when EOS is ignored
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    pooling: bool = False  # an embedding of the prompt is wanted, not the token that is sampled
     grammar: Any = None  # the state in which `runtime.grammar` begins each choice
     cache_salt: str | None = None  # prefixes are shared only under the same salt
     arrival: int = 0  # order of arrival, counted by `Scheduler.add`

@@ -17,12 +17,14 @@ import msgspec
 from jaxpaged import model_files
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.core_client import CORE_COMMAND, CoreClient
-from jaxpaged.engine.errors import EngineDeadError, RequestFailedError
+from jaxpaged.engine.errors import BadRequestError, EngineDeadError, RequestFailedError
 from jaxpaged.engine.grammar_checker import COMPILE_SECONDS, GrammarChecker, too_slow
 from jaxpaged.engine.input_processor import InputProcessor, Prompt
 from jaxpaged.engine.messages import (
     AbortRequests,
     AddRequest,
+    Command,
+    CommandDone,
     EngineInfo,
     EngineStats,
     PoolSnapshot,
@@ -91,6 +93,7 @@ class AsyncLLM:
         self._observers = observers
         self._flights: dict[str, _Flight] = {}  # by the engine's id
         self._arrivals = itertools.count()
+        self._commands: dict[int, asyncio.Future[CommandDone]] = {}  # by number, unanswered
         self._died = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -219,6 +222,26 @@ class AsyncLLM:
         if self._flights:
             self._core.send(AbortRequests(list(self._flights)))
 
+    async def command(self, name: str, argument: str | None = None) -> str | None:
+        """Have the core do something beside requests; see `Command`.
+
+        Raises:
+            BadRequestError: it cannot be done now; in the core's words.
+            EngineDeadError: the core died, before or meanwhile.
+        """
+        if self.dead is not None:
+            raise self.dead
+        number = next(self._arrivals)
+        answer = self._commands[number] = asyncio.get_running_loop().create_future()
+        self._core.send(Command(number, name, argument))
+        try:
+            done = await answer
+        finally:
+            del self._commands[number]
+        if done.error is not None:
+            raise BadRequestError(done.error)
+        return done.result
+
     @property
     def num_requests(self) -> int:
         """Requests that somebody waits for."""
@@ -264,12 +287,15 @@ class AsyncLLM:
     async def _read(self) -> None:
         """Hand the core's news to those who wait."""
         try:
-            async for step in self._core.steps():
-                self.stats = step.stats
-                self.metrics.step(step.stats)
-                self._pool_watch.take(step.pool)
+            async for message in self._core.news():
+                if isinstance(message, CommandDone):
+                    self._answer(message)
+                    continue
+                self.stats = message.stats
+                self.metrics.step(message.stats)
+                self._pool_watch.take(message.pool)
                 now = time.time()
-                for news in step.outputs:
+                for news in message.outputs:
                     self._take(news, now)
         except EngineDeadError as error:
             log.error("%s", error.message)
@@ -277,6 +303,11 @@ class AsyncLLM:
         except Exception as error:
             log.exception("reading the engine's outputs failed")
             self._die(EngineDeadError(f"reading the engine's outputs failed: {error}"))
+
+    def _answer(self, done: CommandDone) -> None:
+        waiting = self._commands.get(done.number)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(done)
 
     def _take(self, news: SequenceOutput, now: float) -> None:
         flight = self._flights.get(news.request_id)
@@ -319,6 +350,9 @@ class AsyncLLM:
         self._died.set()
         for flight in self._flights.values():
             flight.queue.put_nowait(error)
+        for waiting in self._commands.values():
+            if not waiting.done():
+                waiting.set_exception(error)
 
     async def _log_load(self) -> None:
         while True:

@@ -16,6 +16,7 @@ import zmq.asyncio
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.errors import EngineDeadError, EngineStartError
 from jaxpaged.engine.messages import (
+    CommandDone,
     CoreMessage,
     EngineDead,
     EngineInfo,
@@ -95,15 +96,15 @@ class CoreClient:
         except zmq.Again:
             log.debug("the engine is gone: %s is lost", type(message).__name__)
 
-    async def steps(self) -> AsyncIterator[StepOutputs]:
-        """What each step brings, without end.
+    async def news(self) -> AsyncIterator[StepOutputs | CommandDone]:
+        """What each step brings and what became of commands, without end.
 
         Raises:
             EngineDeadError: the core failed or its process ended.
         """
         while True:
             message = await self._receive()
-            if isinstance(message, StepOutputs):
+            if not isinstance(message, EngineInfo):
                 yield message
 
     async def stop(self) -> None:
@@ -149,7 +150,7 @@ class CoreClient:
         await self._process.wait()
         await asyncio.sleep(LAST_WORDS_SECONDS)
 
-    async def _receive(self) -> StepOutputs | EngineInfo:
+    async def _receive(self) -> StepOutputs | CommandDone | EngineInfo:
         received = asyncio.ensure_future(self._source.recv())
         if not received.done():
             await asyncio.wait({received, self._exit}, return_when=asyncio.FIRST_COMPLETED)

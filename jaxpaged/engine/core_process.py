@@ -23,6 +23,7 @@ from jaxpaged.engine.messages import (
     AbortRequests,
     AddRequest,
     AskPool,
+    Command,
     CoreMessage,
     EngineDead,
     FinishSequence,
@@ -84,6 +85,8 @@ class CoreServer:
                     self._core.abort(request_id)
             case FinishSequence():
                 self._core.finish(message.request_id, message.index, message.num_tokens)
+            case Command():
+                self.send(self._core.command(message))
             case AskPool():
                 self._pool_asked = True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -16,8 +17,11 @@ from jaxpaged.core import pool_picture
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import QueueFullError, Scheduler, SchedulerConfig, SchedulerOutput
 from jaxpaged.core.sequence import SequenceState
+from jaxpaged.engine.commands import run_command
 from jaxpaged.engine.messages import (
     AddRequest,
+    Command,
+    CommandDone,
     EngineInfo,
     EngineStats,
     PageOwner,
@@ -90,6 +94,7 @@ class EngineCore:
             attention_backend=started.backend,
             dtype=started.dtype,
             buckets=[str(bucket) for bucket in plan.buckets.forward],
+            embedding_size=plan.width,
             startup_seconds=seconds,
         )
         log.info(
@@ -105,8 +110,7 @@ class EngineCore:
 
     def add(self, message: AddRequest) -> None:
         """Queue a request; if it cannot be, an error output says why (503: the queue is full)."""
-        params = message.params
-        seed = params.seed
+        seed = message.params.seed
         if seed is None:
             draw = f"{self._seed}:{next(self._seeds_drawn)}".encode()
             seed = int.from_bytes(hashlib.sha256(draw).digest()[:8], "little")
@@ -117,14 +121,18 @@ class EngineCore:
             self._compiling.append((message, seed, compiled))
 
     def _queue(self, message: AddRequest, seed: int, grammar: GrammarState | None) -> None:
+        params = message.params
+        if message.pooling and self._runner.plan.pool_means:  # every token is to be computed
+            params = dataclasses.replace(params, skip_reading_prefix_cache=True)
         try:
             self._scheduler.add(
                 Request(
                     request_id=message.request_id,
                     prompt_token_ids=tuple(message.prompt_token_ids),
-                    params=message.params,
+                    params=params,
                     eos_token_ids=frozenset(message.eos_token_ids),
                     bad_word_ids=tuple(map(tuple, message.bad_word_ids)),
+                    pooling=message.pooling,
                     grammar=grammar,
                     cache_salt=message.cache_salt,
                     seed=seed,
@@ -183,6 +191,10 @@ class EngineCore:
     def finish(self, request_id: str, index: int, num_tokens: int) -> None:
         """A stop string ended a choice; the front end knows already."""
         self._scheduler.finish(request_id, index, num_tokens)
+
+    def command(self, command: Command) -> CommandDone:
+        """Do what an operator asks for."""
+        return run_command(command, self._scheduler)
 
     @property
     def has_work(self) -> bool:
@@ -263,6 +275,10 @@ class EngineCore:
                 finish_reason=update.finish_reason,
                 stop_reason=update.stop_reason,
             )
+            if sequence.request.pooling:
+                assert result.embedding_RD is not None
+                output.embedding = result.embedding_RD[row].astype("<f4").tobytes()
+                output.token_ids, output.finish_reason = [], "stop"
             self._tell_once(sequence, output)
             self._outputs.append(output)
 

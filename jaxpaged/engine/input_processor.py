@@ -46,6 +46,7 @@ class InputProcessor:
         truncate_prompt_tokens: int | None = None,
         default_max_tokens: int | None = None,
         cache_salt: str | None = None,
+        pooling: bool = False,
         grammar: str | None = None,
         arrival_time: float | None = None,
     ) -> AddRequest:
@@ -55,6 +56,7 @@ class InputProcessor:
             truncate_prompt_tokens: keep at most that many of the prompt's last tokens; -1: as
                 many as the model takes.
             default_max_tokens: at most that many output tokens if max_tokens is None.
+            pooling: the prompt's embedding is wanted.
             grammar: what the checker made of structured_outputs, if they are checked already.
             arrival_time: time.time() when it came in; default: now.
 
@@ -90,6 +92,7 @@ class InputProcessor:
             bad_word_ids=[ids for word in params.bad_words for ids in self._bad_word_ids(word)],
             grammar=grammar,
             cache_salt=cache_salt,
+            pooling=pooling,
         )
 
     def _grammar(self, wanted: StructuredOutputs) -> str:

@@ -22,6 +22,7 @@ class AddRequest(msgspec.Struct, tag=True, kw_only=True):
     bad_word_ids: list[list[int]] = []  # token sequences that params.bad_words stand for
     grammar: str | None = None  # what params.structured_outputs stand for, as llguidance takes it
     cache_salt: str | None = None
+    pooling: bool = False  # the prompt's embedding is wanted; params.max_tokens is 1
 
 
 class AbortRequests(msgspec.Struct, tag=True):
@@ -38,6 +39,14 @@ class FinishSequence(msgspec.Struct, tag=True):
     num_tokens: int
 
 
+class Command(msgspec.Struct, tag=True):
+    """What an operator asks of the core; answered by a `CommandDone` of the same number."""
+
+    number: int
+    name: str  # reset_prefix_cache, start_profile or stop_profile
+    argument: str | None = None  # of start_profile: the folder
+
+
 class AskPool(msgspec.Struct, tag=True):
     """Somebody looks at the pool: a later `StepOutputs` is to bring a picture of it."""
 
@@ -46,7 +55,7 @@ class Shutdown(msgspec.Struct, tag=True):
     """End the process."""
 
 
-FrontMessage = AddRequest | AbortRequests | FinishSequence | AskPool | Shutdown
+FrontMessage = AddRequest | AbortRequests | FinishSequence | Command | AskPool | Shutdown
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
@@ -73,6 +82,7 @@ class SequenceOutput(msgspec.Struct, kw_only=True):
         0  # prompt tokens served by the prefix cache; with the first of choice 0
     )
     scheduled_time: float | None = None  # time.time() of the first admission; likewise
+    embedding: bytes | None = None  # float32, little-endian, of length 1; then no tokens
     error: str | None = None  # with finish_reason error
     error_code: int = 500  # 503: queue full
 
@@ -135,7 +145,16 @@ class EngineInfo(msgspec.Struct, tag=True, kw_only=True):
     attention_backend: str
     dtype: str
     buckets: list[str]  # readable, for the start-up line
+    embedding_size: int = 0  # numbers of an embedding
     startup_seconds: dict[str, float]  # import, weights, trace, compile, warmup, total
+
+
+class CommandDone(msgspec.Struct, tag=True):
+    """What became of a `Command`."""
+
+    number: int
+    result: str | None = None  # of the profile commands: the folder
+    error: str | None = None
 
 
 class EngineDead(msgspec.Struct, tag=True):
@@ -144,4 +163,4 @@ class EngineDead(msgspec.Struct, tag=True):
     message: str  # one line; the traceback is in the log
 
 
-CoreMessage = StepOutputs | EngineInfo | EngineDead
+CoreMessage = StepOutputs | EngineInfo | CommandDone | EngineDead

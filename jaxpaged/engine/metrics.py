@@ -171,15 +171,16 @@ class Metrics:
     def tokens(self, times: RequestTimes, news: SequenceOutput, now: float) -> None:
         """Take new tokens of a choice."""
         times.scheduled = times.scheduled or news.scheduled_time
-        if not news.token_ids:
+        if not news.token_ids and news.embedding is None:
             return
         if times.first_token is None:
             times.first_token = now
             prompt_len = len(times.request.prompt_token_ids)
             wait = now - times.request.arrival_time
-            self._ttft.observe(wait)
-            self.totals.first_tokens += 1
-            self.totals.first_token_seconds += wait
+            if news.token_ids:  # an embedding has none
+                self._ttft.observe(wait)
+                self.totals.first_tokens += 1
+                self.totals.first_token_seconds += wait
             self.totals.prompt_tokens += prompt_len
             self._prompt.inc(prompt_len)
             times.num_cached = news.num_cached_tokens

@@ -101,6 +101,7 @@ class OutputProcessor:
             prompt_logprobs=state.prompt_logprobs,
             num_cached_tokens=state.num_cached_tokens,
             scheduled_time=state.scheduled_time,
+            embedding=news.embedding,
         )
         return output, tell
 

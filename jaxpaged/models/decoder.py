@@ -205,6 +205,19 @@ class Decoder(nn.Module):
         Returns:
             The hidden states of `batch.row_R` after the final norm [R, D], and the pages.
         """
+        x_TD, pages = self._run_layers(batch, last_token, kv_pages)
+        return self.final_norm(x_TD[batch.row_R]), pages
+
+    def forward_all(
+        self, batch: StepBatch, last_token: jax.Array, kv_pages: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """Like `forward`, but with the hidden states of every token [T, D]."""
+        x_TD, pages = self._run_layers(batch, last_token, kv_pages)
+        return self.final_norm(x_TD), pages
+
+    def _run_layers(
+        self, batch: StepBatch, last_token: jax.Array, kv_pages: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         token_T = batch.token_T
         token_T = jnp.where(token_T < 0, last_token[-1 - token_T], token_T)
         x_TD = self.embed(token_T)
@@ -223,7 +236,7 @@ class Decoder(nn.Module):
             group, array = self.kv.place(index)
             rope = ropes[self.spec.layers[index].rope]
             x_TD, pages[array] = layer(x_TD, rope, pages[array], batches[group], places[group])
-        return self.final_norm(x_TD[batch.row_R]), tuple(pages)
+        return x_TD, tuple(pages)
 
     def logits(self, hidden_RD: jax.Array) -> jax.Array:
         """Float32 scores [R, V] of hidden states that `forward` returned; -inf of padding."""

@@ -33,6 +33,7 @@ class Sampling:
     variant: str
     sampled: list[ScheduledSequence]
     prompt_rows: list[PromptRow]
+    embeds: bool  # some row's embedding is wanted
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ class BatchBuilder:
             return None
         variant = self._slots.variant(sampled, bool(prompt_rows))
         num_rows = self._buckets.fit_rows(count, scoring=variant in SCORING)
-        return Sampling(num_rows, variant, sampled, prompt_rows)
+        return Sampling(num_rows, variant, sampled, prompt_rows, self._slots.embeds(sampled))
 
     def late_words(self, sampling: Sampling, grammar_masks: Mapping[int, np.ndarray]) -> np.ndarray:
         """Settings of a sampling that does not ride along, once its masks can be told.

@@ -20,6 +20,7 @@ from jaxpaged.runtime.compilation import Executables
 from jaxpaged.runtime.plan import EnginePlan
 from jaxpaged.runtime.programs import (
     PENALTY_PIECE,
+    Embed,
     Forward,
     Key,
     Sample,
@@ -41,6 +42,7 @@ class InFlight:
     out: sampler.SampleOutput | None  # None: no row was wanted
     prompt_rows: list[PromptRow]
     dispatched: float  # time.perf_counter()
+    embedding_RD: jax.Array | None = None  # None: no embedding was wanted
 
     def is_ready(self) -> bool:
         """Whether `collect` would not wait."""
@@ -57,6 +59,7 @@ class StepResult:
     rank_R: np.ndarray | None
     top_id_RX: np.ndarray | None
     top_logprob_RX: np.ndarray | None
+    embedding_RD: np.ndarray | None = None  # of the rows that sampled
 
 
 class ModelRunner:
@@ -85,6 +88,8 @@ class ModelRunner:
                     self._take_input(self._builder.padded_step(self.plan.buckets.forward[0]))
                     late = None if rides_along(variant) else self._builder.padded_sampling(num_rows)
                     self._run_sample(key, late)
+                case Embed(num_rows):
+                    self._embed(num_rows)
         jax.block_until_ready(self._state)
 
     # -- steps ---------------------------------------------------------------------------------
@@ -148,9 +153,18 @@ class ModelRunner:
         if not rides_along(sampling.variant):
             late = self._builder.late_words(sampling, grammar_masks)
         out = self._run_sample(Sample(sampling.num_rows, sampling.variant), late)
-        for array in jax.tree.leaves(out):
+        embedding_RD = None
+        if sampling.embeds:
+            rows = self.plan.buckets.fit_rows(len(sampling.sampled), scoring=False)
+            embedding_RD = self._embed(rows)
+        for array in jax.tree.leaves((out, embedding_RD)):
             array.copy_to_host_async()
-        return InFlight(scheduled, out, sampling.prompt_rows, now)
+        return InFlight(scheduled, out, sampling.prompt_rows, now, embedding_RD)
+
+    def _embed(self, num_rows: int) -> jax.Array:
+        state = self._state
+        pooled_RD = state.hidden_RD if state.pooled_RD is None else state.pooled_RD
+        return self.executables[Embed(num_rows)](pooled_RD)
 
     def _run_sample(self, key: Sample, late_X: np.ndarray | None) -> sampler.SampleOutput:
         """Sample with the settings in the state's input, or with those that come late."""
@@ -172,7 +186,7 @@ class ModelRunner:
         """Wait for a step's results."""
         if step.out is None:
             return StepResult([], [], None, None, None, None)
-        out = jax.device_get(step.out)
+        out, embedding_RD = jax.device_get((step.out, step.embedding_RD))
         count = sum(item.samples for item in step.scheduled.sequences)
         return StepResult(
             out.token_R[:count].tolist(),
@@ -181,4 +195,5 @@ class ModelRunner:
             out.rank_R,
             out.top_id_RX,
             out.top_logprob_RX,
+            embedding_RD,
         )

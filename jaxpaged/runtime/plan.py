@@ -41,6 +41,8 @@ class EnginePlan:
     kv: KVPagesSpec
     buckets: Buckets
     vocab: int
+    width: int  # of a hidden state
+    pool_means: bool  # embeddings are means over the prompt, not of its last token
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -140,4 +142,6 @@ def make_plan(
         ),
         buckets=Buckets(max_num_seqs, tokens, device.platform),
         vocab=spec.vocab,
+        width=spec.width,
+        pool_means=config.pooling == "mean",
     )

@@ -18,6 +18,7 @@ from jaxpaged.parallel.sharding import kv_pages_sharding, replicated
 from jaxpaged.runtime.batch_builder import TABLE_UPDATES
 from jaxpaged.runtime.compilation import Program, compile_options
 from jaxpaged.runtime.plan import EnginePlan
+from jaxpaged.runtime.pooling import embeddings
 from jaxpaged.runtime.sampler import VARIANTS, PenaltyState, count_tokens
 from jaxpaged.runtime.slot_table import SCORING
 from jaxpaged.runtime.step import (
@@ -50,6 +51,13 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Embed:
+    """Turns hidden rows into embeddings."""
+
+    num_rows: int
+
+
+@dataclass(frozen=True)
 class TakeInput:
     """Copies so many words from the host into the state."""
 
@@ -63,7 +71,7 @@ class Upkeep(Enum):
     PENALTIES = "penalties"
 
 
-Key = Forward | Sample | TakeInput | Upkeep
+Key = Forward | Sample | Embed | TakeInput | Upkeep
 
 
 def all_keys(buckets: Buckets, input_sizes: Sequence[int]) -> list[Key]:
@@ -72,7 +80,7 @@ def all_keys(buckets: Buckets, input_sizes: Sequence[int]) -> list[Key]:
     for variant in reversed(VARIANTS):
         sizes = buckets.scoring_rows if variant in SCORING else buckets.rows
         keys += [Sample(num_rows, variant) for num_rows in sizes]
-    return [*keys, *map(TakeInput, input_sizes), *Upkeep]
+    return [*keys, *map(Embed, buckets.rows), *map(TakeInput, input_sizes), *Upkeep]
 
 
 def largest_keys(buckets: Buckets) -> list[Key]:
@@ -135,6 +143,14 @@ class Programs:
                         else self._words(self.shapes.sample_packing(num_rows, variant).size),
                     ),
                     donate=(3, 4),
+                    out_shardings=whole,
+                    options=options,
+                )
+            case Embed(num_rows):
+                return Program(
+                    functools.partial(embeddings, num_rows),
+                    (state.hidden_RD if state.pooled_RD is None else state.pooled_RD,),
+                    donate=(),
                     out_shardings=whole,
                     options=options,
                 )
@@ -206,5 +222,12 @@ def abstract_states(
 
 
 def _zero_states(model: Decoder, plan: EnginePlan) -> tuple[EngineState, PenaltyState]:
-    state = zero_state(plan.shapes, plan.buckets, plan.kv.zeros(), model.spec.width, model.dtype)
+    state = zero_state(
+        plan.shapes,
+        plan.buckets,
+        plan.kv.zeros(),
+        plan.width,
+        model.dtype,
+        with_means=plan.pool_means,
+    )
     return state, PenaltyState.zeros(plan.max_num_seqs, model.spec.vocab_rows)

@@ -42,6 +42,7 @@ class SlotTable:
     def __init__(self, max_num_seqs: int, vocab: int) -> None:
         self._vocab = vocab
         self._level = np.zeros(max_num_seqs, np.int32)
+        self._pooled: set[int] = set()  # slots whose sequence is there for its embedding
         self._static_masks: dict[int, np.ndarray | None] = {}
         self._arrays = {
             "seed_R2": np.zeros((max_num_seqs, 2), np.uint32),
@@ -61,6 +62,7 @@ class SlotTable:
         """Take over the settings of sequences that got a slot."""
         for sequence in sequences:
             request, slot = sequence.request, sequence.slot
+            (self._pooled.add if request.pooling else self._pooled.discard)(slot)
             params, arrays = request.params, self._arrays
             mask_W = static_mask(request, self._vocab)
             self._static_masks[slot] = mask_W
@@ -85,6 +87,10 @@ class SlotTable:
 
     def static_mask(self, slot: int) -> np.ndarray | None:
         return self._static_masks[slot]
+
+    def embeds(self, sampled: Sequence[ScheduledSequence]) -> bool:
+        """Whether the embedding of some row is wanted."""
+        return bool(self._pooled) and any(item.slot in self._pooled for item in sampled)
 
     def variant(self, sampled: Sequence[ScheduledSequence], prompt_logprobs: bool) -> str:
         """The smallest variant of `sample` that serves every row."""

@@ -21,6 +21,7 @@ from jaxpaged.core.buckets import Bucket, Buckets
 from jaxpaged.models.decoder import Decoder, Params
 from jaxpaged.runtime import sampler
 from jaxpaged.runtime.packing import Packing
+from jaxpaged.runtime.pooling import pool_means
 
 NO_ENTRY = int(np.iinfo(np.int32).max)  # in place of a page-table index: beyond every table
 # From a decode step to the next: what grows by one a sequence, and what says that no page is new.
@@ -37,6 +38,9 @@ class EngineState(struct.PyTreeNode):
     hidden_RD: jax.Array  # [R, D] rows of the last forward, after the final norm
     position_R: jax.Array  # i32 position of the token that such a row leads to
     input_X: jax.Array  # i32 what the host says of the step: see `StepShapes.forward_offset`
+    # Only where embeddings are means: sums by slot, and the mean that belongs to each hidden row.
+    pool_sum_SD: jax.Array | None = None  # f32[max_num_seqs + 1, D]
+    pooled_RD: jax.Array | None = None  # f32[R, D]
 
 
 @dataclass(frozen=True)
@@ -171,9 +175,17 @@ def forward(
         decode_only=bucket.decode_only,
         **arrays,
     )
-    hidden_RD, kv_pages = model.apply(
-        {"params": params}, batch, state.last_token, state.kv_pages, method="forward"
-    )
+    inputs = {"params": params}, batch, state.last_token, state.kv_pages
+    if state.pool_sum_SD is None or state.pooled_RD is None:
+        hidden_RD, kv_pages = model.apply(*inputs, method="forward")
+    else:
+        hidden_TD, kv_pages = model.apply(*inputs, method="forward_all")
+        hidden_RD = hidden_TD[batch.row_R]
+        sum_SD, mean_RD = pool_means(hidden_TD, batch, slot_B, state.pool_sum_SD)
+        state = state.replace(
+            pool_sum_SD=sum_SD,
+            pooled_RD=jax.lax.dynamic_update_slice(state.pooled_RD, mean_RD, (0, 0)),
+        )
     return state.replace(
         kv_pages=kv_pages,
         page_tables=page_tables,
@@ -228,8 +240,11 @@ def zero_state(
     kv_pages: tuple[jax.Array, ...],
     width: int,
     dtype: jnp.dtype,
+    *,
+    with_means: bool = False,
 ) -> EngineState:
-    """The state of an engine that has computed nothing."""
+    """The state of an engine that has computed nothing; `with_means`: its embeddings are means."""
+    sums = (shapes.max_num_seqs + 1, width)
     return EngineState(
         kv_pages=kv_pages,
         page_tables=jnp.zeros(
@@ -239,4 +254,6 @@ def zero_state(
         hidden_RD=jnp.zeros((shapes.max_rows, width), dtype),
         position_R=jnp.zeros((shapes.max_rows,), jnp.int32),
         input_X=jnp.zeros((shapes.input_sizes(buckets)[-1],), jnp.int32),
+        pool_sum_SD=jnp.zeros(sums, jnp.float32) if with_means else None,
+        pooled_RD=jnp.zeros((shapes.max_rows, width), jnp.float32) if with_means else None,
     )

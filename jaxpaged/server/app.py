@@ -9,12 +9,16 @@ import jaxpaged
 from jaxpaged.server import errors
 from jaxpaged.server.context import ServerContext
 from jaxpaged.server.endpoints import (
+    admin,
     chat,
     completions,
+    embeddings,
     engine_state,
     health,
+    messages,
     models,
     page,
+    responses,
     tokens,
 )
 from jaxpaged.server.middleware import (
@@ -28,6 +32,9 @@ from jaxpaged.server.tracing import TraceContextMiddleware
 ROUTERS = (
     chat.router,
     completions.router,
+    responses.router,
+    messages.router,
+    embeddings.router,
     models.router,
     tokens.router,
     health.router,
@@ -48,6 +55,8 @@ def create_app(context: ServerContext) -> FastAPI:
     app.state.context = context
     for router in ROUTERS:
         app.include_router(router)
+    if config.enable_admin:
+        app.include_router(admin.router)
     errors.install(app)
     # The last one added is the outermost: a preflight request of CORS carries no key.
     app.add_middleware(BodyLimitMiddleware, limit=config.max_request_bytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -11,6 +11,7 @@ from jaxpaged.engine.async_llm import AsyncLLM
 from jaxpaged.engine.errors import BadRequestError
 from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.server.errors import NotFoundError
+from jaxpaged.server.response_store import ResponseStore
 from jaxpaged.server_config import ServerConfig
 
 
@@ -22,6 +23,7 @@ class ServerContext:
         names: what requests may call the model; the first is echoed.
         root: what the model was named at start.
         chat_template: instead of the model's.
+        responses: those that /v1/responses was asked to store.
     """
 
     engine: AsyncLLM
@@ -29,6 +31,7 @@ class ServerContext:
     names: tuple[str, ...]
     root: str
     chat_template: str | None
+    responses: ResponseStore = field(default_factory=ResponseStore)
 
     @property
     def model_name(self) -> str:

@@ -1,13 +1,18 @@
-"""Every failure as OpenAI's error body: {"error": {"message", "type", "param", "code"}}."""
+"""Every failure as OpenAI's error body: {"error": {"message", "type", "param", "code"}}.
+
+Routes of Anthropic's get theirs: {"type": "error", "error": {"type", "message"}}.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from jaxpaged.engine.errors import BadRequestError, RequestFailedError
 from jaxpaged.server.protocol import ErrorInfo, ErrorResponse
@@ -22,6 +27,14 @@ TYPES = {
     413: "RequestTooLargeError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
+}
+ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
 }
 
 
@@ -46,13 +59,33 @@ def error_body(code: int, message: str, param: str | None = None) -> str:
     return ErrorResponse(error=info).model_dump_json()
 
 
-def error_response(code: int, message: str, param: str | None = None) -> Response:
-    """A failure; 503 invites to try again."""
+def anthropic_error_body(code: int, message: str) -> str:
+    """JSON of an error as Anthropic's clients read it."""
+    kind = ANTHROPIC_TYPES.get(code, "invalid_request_error" if code < 500 else "api_error")
+    return json.dumps({"type": "error", "error": {"type": kind, "message": message}})
+
+
+def error_response(
+    code: int, message: str, param: str | None = None, *, scope: Scope | None = None
+) -> Response:
+    """A failure; 503 invites to try again.
+
+    Args:
+        scope: the request's; routes of Anthropic's have an error body of their own.
+    """
     headers = {"Retry-After": str(RETRY_SECONDS)} if code == 503 else None
     if code == 401:
         headers = {"WWW-Authenticate": "Bearer"}
-    body = error_body(code, message, param)
+    if scope is not None and route_path(scope).startswith(ANTHROPIC_PATH):
+        body = anthropic_error_body(code, message)
+    else:
+        body = error_body(code, message, param)
     return Response(body, code, headers, media_type="application/json")
+
+
+def route_path(scope: Scope) -> str:
+    """The path of a request without what a proxy in front strips off."""
+    return scope.get("path", "").removeprefix(scope.get("root_path", ""))
 
 
 def describe(error: Exception) -> tuple[int, str, str | None]:
@@ -80,7 +113,7 @@ def install(app: FastAPI) -> None:
         code, message, param = describe(error)
         if code in (404, 405) and isinstance(error, HTTPException):
             message = f"{message}: {request.method} {request.url.path}"
-        response = error_response(code, message, param)
+        response = error_response(code, message, param, scope=request.scope)
         if isinstance(error, HTTPException) and error.headers:
             response.headers.update(error.headers)
         return response

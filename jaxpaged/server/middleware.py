@@ -12,32 +12,37 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxpaged.server.endpoints.page import FILES
-from jaxpaged.server.errors import error_response
+from jaxpaged.server.errors import error_response, route_path
 
 # Liveness probes carry no key; the page's files hold no data, and its calls carry the key.
 OPEN_PATHS = ("/health", "/ping", *FILES)
 
 
 class ApiKeyMiddleware:
-    """401 unless the request carries one of the keys as a bearer token."""
+    """401 unless the request carries one of the keys: as a bearer token or, as Anthropic's clients
+    send it, in X-Api-Key.
+    """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
         self._digests = [_digest(key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
-        if scope["type"] == "lifespan" or path in OPEN_PATHS or self._allowed(scope):
+        open_path = route_path(scope) in OPEN_PATHS
+        if scope["type"] == "lifespan" or open_path or self._allowed(scope):
             await self._app(scope, receive, send)
             return
-        await error_response(401, "a valid API key is needed")(scope, receive, send)
+        refusal = error_response(401, "a valid API key is needed", scope=scope)
+        await refusal(scope, receive, send)
 
     def _allowed(self, scope: Scope) -> bool:
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        headers = Headers(scope=scope)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            key = headers.get("x-api-key", "")
         given = _digest(key.strip())
         # Every key is compared, each in constant time: the time taken tells nothing.
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return scheme.lower() == "bearer" and any(matches)
+        return any([hmac.compare_digest(given, digest) for digest in self._digests])
 
 
 class BodyLimitMiddleware:
@@ -53,7 +58,7 @@ class BodyLimitMiddleware:
         message = f"the request body is longer than {self._limit} bytes (--max-request-bytes)"
         declared = Headers(scope=scope).get("content-length", "0")
         if declared.isdecimal() and int(declared) > self._limit:
-            await error_response(413, message)(scope, receive, send)
+            await error_response(413, message, scope=scope)(scope, receive, send)
             return
         seen = 0
 

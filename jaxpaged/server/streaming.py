@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
@@ -20,11 +20,18 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 DONE = "data: [DONE]\n\n"
+# What a route that may stream says of itself.
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
-def event(json: str) -> str:
+def event(json: str, name: str | None = None) -> str:
     """One server-sent event."""
-    return f"data: {json}\n\n"
+    return f"data: {json}\n\n" if name is None else f"event: {name}\ndata: {json}\n\n"
+
+
+def failure(code: int, message: str, param: str | None) -> str:
+    """How a stream of OpenAI's ends that cannot go on."""
+    return event(error_body(code, message, param)) + DONE
 
 
 class EventStream(StreamingResponse):
@@ -44,8 +51,16 @@ class EventStream(StreamingResponse):
                 sending.result()
 
 
-async def start_stream(request: Request, events: AsyncGenerator[str, None]) -> EventStream:
+Failure = Callable[[int, str, str | None], str]  # status, message, param -> last events
+
+
+async def start_stream(
+    request: Request, events: AsyncGenerator[str, None], failed: Failure = failure
+) -> EventStream:
     """A response whose first event is there already: until then a failure can be an error code.
+
+    Args:
+        failed: how the stream ends if it fails later.
 
     Raises:
         ClientGoneError: the client left before the first event.
@@ -62,8 +77,7 @@ async def start_stream(request: Request, events: AsyncGenerator[str, None]) -> E
             described = describe(error)
             if described[0] == 500:
                 log.error("a stream failed", exc_info=error)
-            yield event(error_body(*described))
-            yield DONE
+            yield failed(*described)
 
     return EventStream(all_events())
 
@@ -80,14 +94,16 @@ class Answering(Protocol):
         ...
 
 
-async def respond(request: Request, answering: Answering, *, stream: bool) -> Response:
-    """Answer as a stream or in one piece.
+async def respond(
+    request: Request, answering: Answering, *, stream: bool, failed: Failure = failure
+) -> Response:
+    """Answer as a stream or in one piece; `failed` is that of `start_stream`.
 
     Raises:
         ClientGoneError: the client left.
     """
     if stream:
-        return await start_stream(request, answering.events())
+        return await start_stream(request, answering.events(), failed)
     answer = await unless_gone(request, answering.response())
     return Response(answer.model_dump_json(), media_type="application/json")
 

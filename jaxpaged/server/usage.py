@@ -32,6 +32,11 @@ class UsageCounter:
             self.completion_tokens += sum(len(choice.token_ids) for choice in output.outputs)
         self._cached[output.request_id] = output.num_cached_tokens
 
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompts, those that the prefix cache served."""
+        return sum(self._cached.values())
+
     def usage(self) -> Usage:
         """What was counted so far."""
         prompt_tokens = sum(len(request.prompt_token_ids) for request in self.requests)
@@ -39,7 +44,7 @@ class UsageCounter:
             prompt_tokens=prompt_tokens,
             completion_tokens=self.completion_tokens,
             total_tokens=prompt_tokens + self.completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached.values()))
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=self.cached_tokens)
             if self.details
             else None,
         )

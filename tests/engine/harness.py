@@ -54,14 +54,14 @@ class Naive:
     max_len: int = 128
 
     @functools.cached_property
-    def _logits(self) -> Any:
+    def _hidden(self) -> Any:
         T, S = self.max_len, self.model.kv.page_size
         kv = dataclasses.replace(self.model.kv, num_pages=len(self.model.kv.groups) * (T // S) + 1)
         tables = [
             1 + jnp.arange(T // S)[None] + g * (T // S) for g in range(len(self.model.kv.groups))
         ]
 
-        def logits(token_T: jax.Array, length: jax.Array) -> jax.Array:
+        def hidden(token_T: jax.Array, length: jax.Array) -> jax.Array:
             batch = StepBatch(
                 token_T=token_T,
                 position_T=jnp.arange(T),
@@ -71,23 +71,34 @@ class Naive:
                 num_decodes=jnp.int32(0),
                 num_seqs=jnp.int32(1),
                 page_tables=tuple(tables),
-                row_R=length[None] - 1,
+                row_R=jnp.arange(T),
             )
-            hidden, _ = self.model.apply(
+            hidden_TD, _ = self.model.apply(
                 {"params": self.params},
                 batch,
                 jnp.zeros(1, jnp.int32),
                 kv.zeros(),
                 method="forward",
             )
-            return self.model.apply({"params": self.params}, hidden, method="logits")[0]
+            return hidden_TD
 
-        return jax.jit(logits)
+        return jax.jit(hidden)
+
+    @functools.cached_property
+    def _head(self) -> Any:
+        return jax.jit(
+            lambda hidden: self.model.apply({"params": self.params}, hidden, method="logits")
+        )
+
+    def hidden(self, token_ids: Sequence[int]) -> jax.Array:
+        """Hidden states [T, D] of `token_ids` after the final norm."""
+        count = len(token_ids)
+        padded = jnp.zeros(self.max_len, jnp.int32).at[:count].set(jnp.asarray(token_ids))
+        return self._hidden(padded, jnp.int32(count))[:count]
 
     def logits(self, token_ids: Sequence[int]) -> jax.Array:
         """Float32 scores [V] of the token after `token_ids`."""
-        padded = jnp.zeros(self.max_len, jnp.int32).at[: len(token_ids)].set(jnp.asarray(token_ids))
-        return self._logits(padded, jnp.int32(len(token_ids)))
+        return self._head(self.hidden(token_ids)[-1:])[0]
 
     def greedy(self, prompt: Sequence[int], count: int) -> tuple[list[int], list[float]]:
         """The best next tokens and the lead of each over the second best."""
@@ -121,6 +132,7 @@ def request(request_id: str, prompt: Sequence[int], **params: Any) -> AddRequest
     eos = params.pop("eos_token_ids", [])
     salt = params.pop("cache_salt", None)
     bad_word_ids = params.pop("bad_word_ids", [])
+    pooling = params.pop("pooling", False)
     return AddRequest(
         request_id=request_id,
         prompt_token_ids=list(prompt),
@@ -129,6 +141,7 @@ def request(request_id: str, prompt: Sequence[int], **params: Any) -> AddRequest
         eos_token_ids=eos,
         bad_word_ids=bad_word_ids,
         cache_salt=salt,
+        pooling=pooling,
     )
 
 

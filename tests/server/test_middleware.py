@@ -46,6 +46,23 @@ def test_each_key_opens(guarded: Server, header: str):
     assert guarded.get("/v1/models", headers={"Authorization": header}).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics"])
+def test_a_key_as_anthropic_sends_it(guarded: Server, path: str):
+    assert guarded.get(path, headers={"X-Api-Key": "second"}).status_code == 200
+    both = {"X-Api-Key": "second", "Authorization": "Bearer wrong"}
+    for headers in ({"X-Api-Key": "wrong"}, both):
+        check_error(guarded.get(path, headers=headers), 401)
+
+
+def test_errors_of_anthropics_routes(guarded: Server):
+    refused = httpx.post(guarded.url + "/v1/messages", json={})
+    assert refused.status_code == 401
+    assert refused.json()["error"]["type"] == "authentication_error"
+    large = httpx.post(guarded.url + "/v1/messages", content=b"x" * 1001, headers=KEY)
+    assert large.status_code == 413
+    assert large.json()["error"]["type"] == "request_too_large"
+
+
 def test_the_environment_may_hold_the_key():
     with running("--skip-tokenizer-init", env={"JAXPAGED_API_KEY": "hidden"}) as server:
         check_error(server.get("/v1/models"), 401)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -92,23 +93,35 @@ def test_events_come_as_tokens_do(slow_server: Server):
     assert arrivals[-1] - arrivals[0] > 5 * 0.02
 
 
-def test_the_engines_death_in_the_middle_of_streams():
-    with running("--skip-tokenizer-init", core="--step-seconds 0.02") as server:
-        body = {"prompt": [5, 6], "max_tokens": 200, "stream": True, "return_token_ids": True}
+def test_the_engines_death_in_the_middle_of_streams(model_folder: Path):
+    with running(str(model_folder), core="--step-seconds 0.02") as server:
+        body = {"max_tokens": 200, "stream": True, "ignore_eos": True}
+        said = [{"role": "user", "content": "x"}]
+        bodies: dict[str, dict[str, Any]] = {
+            PATH: {**body, "prompt": [5, 6]},
+            "/v1/responses": {"input": "x", "stream": True, "ignore_eos": True},
+            "/v1/messages": {**body, "messages": said},
+        }
 
-        def last_events() -> list[str]:
-            with httpx.stream("POST", server.url + PATH, json=body, timeout=60) as answer:
+        def last_events(path: str) -> list[str]:
+            with httpx.stream("POST", server.url + path, json=bodies[path], timeout=60) as answer:
                 return [line for line in answer.iter_lines() if line][-2:]
 
         with ThreadPoolExecutor() as pool:
-            streams = [pool.submit(last_events) for _ in range(3)]
+            streams = [pool.submit(last_events, path) for path in bodies]
             eventually(lambda: server.metric("num_requests_running") == 3)
             check_error(server.post(PATH, prompt=[CRASH]), 503, "boom")
-            for stream in streams:
-                failure, done = stream.result(10)
-                error = strict_json(failure.removeprefix("data: "))["error"]
-                assert (error["code"], "boom" in error["message"]) == (503, True)
-                assert done == "data: [DONE]"
+            completion, response, message = [stream.result(10) for stream in streams]
+        error = strict_json(completion[0].removeprefix("data: "))["error"]
+        assert (error["code"], "boom" in error["message"]) == (503, True)
+        assert completion[1] == "data: [DONE]"
+        assert response[0] == "event: response.failed"
+        failed = strict_json(response[1].removeprefix("data: "))["response"]
+        assert (failed["status"], failed["error"]["code"]) == ("failed", "server_error")
+        assert "boom" in failed["error"]["message"]
+        assert message[0] == "event: error"
+        error = strict_json(message[1].removeprefix("data: "))["error"]
+        assert (error["type"], "boom" in error["message"]) == ("overloaded_error", True)
         check_error(server.get("/health"), 503, "boom")
         check_error(server.post(PATH, prompt=[5]), 503, "boom")
         assert server.process.wait(10) == 1

@@ -27,7 +27,7 @@ from jaxpaged.server.protocol import (
     DeltaMessage,
 )
 from jaxpaged.server.sampling import refuse_unsupported, sampling_params
-from jaxpaged.server.streaming import DONE, event, respond
+from jaxpaged.server.streaming import DONE, STREAMED, event, respond
 from jaxpaged.server.templating import chat_prompt, content_text
 from jaxpaged.server.tool_protocol import AnswerToolCall, DeltaToolCall, FunctionCall
 from jaxpaged.server.tools import named_as_tools, read_tools
@@ -35,7 +35,7 @@ from jaxpaged.server.tools import named_as_tools, read_tools
 router = APIRouter(tags=["OpenAI"])
 
 
-@router.post("/v1/chat/completions", response_model=ChatResponse)
+@router.post("/v1/chat/completions", response_model=ChatResponse, responses=STREAMED)
 async def create_chat_completion(
     body: ChatCompletionRequest, request: Request, context: Context
 ) -> Response:

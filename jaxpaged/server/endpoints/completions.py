@@ -22,14 +22,14 @@ from jaxpaged.server.protocol import (
     CompletionResponse,
 )
 from jaxpaged.server.sampling import refuse_unsupported, sampling_params
-from jaxpaged.server.streaming import DONE, event, respond
+from jaxpaged.server.streaming import DONE, STREAMED, event, respond
 
 router = APIRouter(tags=["OpenAI"])
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-@router.post("/v1/completions", response_model=CompletionResponse)
+@router.post("/v1/completions", response_model=CompletionResponse, responses=STREAMED)
 async def create_completion(
     body: CompletionRequest, request: Request, context: Context
 ) -> Response:
