@@ -46,7 +46,7 @@ def test_greedy_tokens_do_not_depend_on_the_mesh(report: dict[str, Any], model: 
     assert found["preemptions"] > 0 or "mistral" in model  # a window alone gives its pages back
 
 
-@pytest.mark.parametrize("devices", ["two", "two, stored executables"])
+@pytest.mark.parametrize("devices", ["many", "many, stored executables"])
 def test_drawn_tokens_and_log_probabilities_do_not_either(
     report: dict[str, Any], devices: str
 ) -> None:
