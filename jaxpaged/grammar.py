@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +24,7 @@ Result = TypeVar("Result")
 
 MAX_BYTES = 128 * 1024  # of a grammar; OpenAI allows schemas of 120,000 characters
 MAX_GBNF_BYTES = 32 * 1024  # its converter takes quadratic time
+MASK_SECONDS = 2.0  # for what may come next: everybody's tokens wait for it
 MAX_REASON = 300  # characters of a complaint that are repeated
 # llguidance descends once for each rule of a chain: the deepest that MAX_BYTES can hold needs some
 # 60 MiB. Pages of a stack that nobody touches cost nothing.
@@ -94,17 +96,20 @@ def read_vocabulary(file: Path) -> LLTokenizer:
 
 
 def compile_grammar(vocabulary: LLTokenizer, text: str) -> LLMatcher:
-    """A matcher at the beginning of its text; may take seconds, without the GIL.
+    """A matcher at the beginning of its text; may take seconds or for ever, without the GIL.
 
     Raises:
         GrammarError: the grammar is wrong, or too complex to follow.
     """
     limits = LLParserLimits(verbose_errors=False)
     matcher = LLMatcher(vocabulary, text, log_level=0, limits=limits)
+    began = time.perf_counter()
     if not matcher.is_error():
         matcher.compute_bitmask()  # some limits are met only here
     if matcher.is_error():
         raise GrammarError(one_line(matcher.get_error()))
+    if time.perf_counter() - began > MASK_SECONDS:
+        raise GrammarError("it takes too long to find what may come first")
     return matcher
 
 

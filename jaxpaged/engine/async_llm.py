@@ -18,7 +18,7 @@ from jaxpaged import model_files
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.core_client import CORE_COMMAND, CoreClient
 from jaxpaged.engine.errors import BadRequestError, EngineDeadError, RequestFailedError
-from jaxpaged.engine.grammar_checker import COMPILE_SECONDS, GrammarChecker, too_slow
+from jaxpaged.engine.grammar_checker import WAIT_SECONDS, GrammarChecker, too_slow
 from jaxpaged.engine.input_processor import InputProcessor, Prompt
 from jaxpaged.engine.messages import (
     AbortRequests,
@@ -115,9 +115,11 @@ class AsyncLLM:
             if not config.skip_tokenizer_init:
                 self.tokenizer = await asyncio.to_thread(self._load_tokenizer, folder)
                 self._grammars = GrammarChecker(self.tokenizer.file)
-                await asyncio.to_thread(self._grammars.warm_up)
+                self._grammars.warm_up()
             self.info = await self._core.wait_ready()
         except BaseException:
+            if self._grammars is not None:
+                self._grammars.close()
             await asyncio.shield(self._core.kill())
             raise
         self._inputs = InputProcessor(self.info, self.tokenizer, self._grammars)
@@ -153,7 +155,7 @@ class AsyncLLM:
         if params.structured_outputs is not None and self._grammars is not None:
             checked = asyncio.wrap_future(self._grammars.submit(params.structured_outputs))
             try:
-                grammar = await asyncio.wait_for(checked, COMPILE_SECONDS)
+                grammar = await asyncio.wait_for(checked, WAIT_SECONDS)
             except TimeoutError:
                 raise too_slow() from None
             make = functools.partial(make, grammar=grammar)
@@ -267,6 +269,8 @@ class AsyncLLM:
             task.cancel()
         if self.dead is None:
             self._die(EngineDeadError("the server is shutting down"))
+        if self._grammars is not None:
+            await asyncio.to_thread(self._grammars.close)
         await self._core.stop()
 
     def _abort(self, request_id: str) -> None:

@@ -63,8 +63,8 @@ class LLM:
             generation_defaults(folder) if self.config.generation_config == "auto" else {}
         )
         self._core = EngineCore(self.config)
-        grammars = None if self.tokenizer is None else GrammarChecker(self.tokenizer.file)
-        self._inputs = InputProcessor(self._core.info, self.tokenizer, grammars)
+        self._grammars = None if self.tokenizer is None else GrammarChecker(self.tokenizer.file)
+        self._inputs = InputProcessor(self._core.info, self.tokenizer, self._grammars)
         self._outputs = OutputProcessor(self.tokenizer)
         self._ids = itertools.count()
         self._in_use = threading.Lock()
@@ -82,6 +82,8 @@ class LLM:
 
     def shutdown(self) -> None:
         """Give back the device memory; the instance is of no use afterwards."""
+        if self._grammars is not None:
+            self._grammars.close()
         del self._core
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -16,7 +17,13 @@ from llguidance.numpy import fill_next_token_bitmask_par
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import ScheduledSequence
 from jaxpaged.core.sequence import SequenceState
-from jaxpaged.grammar import CompilerThreads, compile_grammar, one_line, read_vocabulary
+from jaxpaged.grammar import (
+    MASK_SECONDS,
+    CompilerThreads,
+    compile_grammar,
+    one_line,
+    read_vocabulary,
+)
 from jaxpaged.runtime.token_masks import num_words
 
 CACHED = 64  # compiled grammars
@@ -42,6 +49,61 @@ class GrammarState:
         fresh = sequence.token_ids[sequence.prompt_len + self.num_taken :]
         self.matcher.consume_tokens(fresh)
         self.num_taken += len(fresh)
+
+
+class _Fill:
+    """The masks of some sequences in the making, in a thread that can be left behind.
+
+    llguidance's limits of work hold off most of what takes long, but not all.
+    """
+
+    def __init__(self, items: list[ScheduledSequence], num_words: int) -> None:
+        self._sequences = [item.sequence for item in items]
+        self._states: list[GrammarState] = []
+        self._abandoned = False
+        self._behind: int | None = None  # row of the one that catches up just now
+        self._error: BaseException | None = None
+        self.mask_NW = np.zeros((len(items), num_words), np.int32)
+
+    def run(self, executor: LLExecutor) -> list[int]:
+        """Compute all masks; rows that may have held up the rest for too long."""
+        # A thread a step costs 0.1 ms. Nobody can stop one: it is left behind.
+        thread = threading.Thread(target=self._try, args=(executor,), daemon=True)
+        thread.start()
+        thread.join(MASK_SECONDS)
+        if thread.is_alive():
+            return self._abandon()
+        if self._error is not None:
+            raise self._error
+        for sequence, state in zip(self._sequences, self._states, strict=True):
+            sequence.grammar = state
+        return []
+
+    def _abandon(self) -> list[int]:
+        self._abandoned = True
+        for sequence in self._sequences:
+            sequence.grammar = None  # the thread still uses it: begin anew
+        if self._behind is not None:
+            return [self._behind]
+        return np.flatnonzero(~self.mask_NW.any(axis=1)).tolist()
+
+    def _try(self, executor: LLExecutor) -> None:
+        try:
+            self._fill(executor)
+        except BaseException as error:
+            self._error = error
+
+    def _fill(self, executor: LLExecutor) -> None:
+        for row, sequence in enumerate(self._sequences):
+            self._behind = row
+            state = sequence.grammar or sequence.request.grammar.fork()
+            state.catch_up(sequence)
+            if self._abandoned:
+                return
+            self._states.append(state)
+        self._behind = None
+        matchers = [(state.matcher, row) for row, state in enumerate(self._states)]
+        fill_next_token_bitmask_par(executor, matchers, self.mask_NW)
 
 
 class Grammars:
@@ -107,22 +169,31 @@ class Grammars:
         ]
         if not items:
             return {}, []
-        for item in items:
-            sequence = item.sequence
-            if sequence.grammar is None:
-                sequence.grammar = sequence.request.grammar.fork()
-            sequence.grammar.catch_up(sequence)
-        mask_NW = np.zeros((len(items), num_words(self._vocabulary.vocab_size)), np.int32)
-        matchers = [(item.sequence.grammar.matcher, n) for n, item in enumerate(items)]
-        fill_next_token_bitmask_par(self._executor, matchers, mask_NW)
-        masks, failed = {}, []
-        for item, known_W in zip(items, mask_NW.view(np.uint32), strict=True):
-            matcher = item.sequence.grammar.matcher
-            mask_W = self._for_model(known_W, vocab, item.sequence.request)
-            if matcher.is_error() or not mask_W.any():
-                failed.append((item.sequence, one_line(matcher.get_error()) or "no token fits"))
-            else:
-                masks[item.slot] = mask_W
+        masks: dict[int, np.ndarray] = {}
+        failed: list[tuple[SequenceState, str]] = []
+        groups = [items]
+        while groups:
+            group = groups.pop()
+            fill = _Fill(group, num_words(self._vocabulary.vocab_size))
+            suspects = fill.run(self._executor)
+            if not suspects:
+                for item, known_W in zip(group, fill.mask_NW.view(np.uint32), strict=True):
+                    mask_W = self._for_model(known_W, vocab, item.sequence.request)
+                    matcher = item.sequence.grammar.matcher
+                    if matcher.is_error() or not mask_W.any():
+                        reason = one_line(matcher.get_error()) or "no token fits"
+                        failed.append((item.sequence, reason))
+                    else:
+                        masks[item.slot] = mask_W
+                continue
+            del self._executor  # its threads may be busy for hours
+            if len(group) == 1:
+                failed.append((group[0].sequence, "it takes too long"))
+                continue
+            alone = [group[row] for row in suspects]
+            groups += [[item] for item in alone]
+            if rest := [item for item in group if item not in alone]:
+                groups.append(rest)
         return masks, failed
 
     def _for_model(self, known_W: np.ndarray, vocab: int, request: Request) -> np.ndarray:

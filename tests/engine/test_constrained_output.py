@@ -86,13 +86,14 @@ def only(llm: LLM, **fields: Any) -> CompletionOutput:
 
 
 KEYS = st.text('abcď"\\ ', min_size=1, max_size=4)
+# llguidance rounds larger numbers, as JavaScript does.
+VALUES = st.one_of(st.integers(-(2**53), 2**53), st.text(max_size=4), st.none())
 LEAVES = st.one_of(
     st.sampled_from([{"type": "boolean"}, {"type": "null"}]),
     st.builds(lambda low, span: {"type": "integer", "minimum": low, "maximum": low + span},
               st.integers(-50, 50), st.integers(0, 200)),
     st.builds(lambda n: {"type": "string", "maxLength": n}, st.integers(0, 4)),
-    st.builds(lambda values: {"enum": values},
-              st.lists(st.one_of(st.integers(), st.text(max_size=4), st.none()), min_size=1)),
+    st.builds(lambda values: {"enum": values}, st.lists(VALUES, min_size=1)),
     st.builds(lambda text: {"const": text}, st.text(max_size=5)),
 )  # fmt: skip
 SCHEMAS = st.recursive(

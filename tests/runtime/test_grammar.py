@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from tiny_tokenizer import END, write_byte_level
 
+import jaxpaged.grammar
+import jaxpaged.runtime.grammar
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import ScheduledSequence
 from jaxpaged.core.sequence import SequenceState, Status
@@ -105,3 +107,27 @@ def test_a_missing_tokenizer_fails_what_needs_it(file: Path, tmp_path: Path) -> 
         grammars.compile(LEXICON).result()
     shutil.copy(file, tmp_path)
     assert grammars.compile(LEXICON).result()
+
+
+SLOW = "e: " + " | ".join(["e e e"] * 500) + ' | "a"'
+
+
+def test_a_grammar_that_takes_too_long_is_left_behind(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a second, where others take a millisecond."""
+    slow, good = scheduled(grammars, 'start: "b" e\n' + SLOW), scheduled(grammars)
+    assert grammars.masks([slow, good], 400)[1] == []
+    slow.sequence.token_ids += grammars._vocabulary.greedy_tokenize("baa")
+    monkeypatch.setattr(jaxpaged.runtime.grammar, "MASK_SECONDS", 0.1)
+    masks, failed = grammars.masks([slow, good], 400)
+    assert failed == [(slow.sequence, "it takes too long")]
+    assert len(ids(masks[5])) == 10
+
+
+def test_a_grammar_that_takes_too_long_from_the_start(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jaxpaged.grammar, "MASK_SECONDS", 0.1)
+    with pytest.raises(GrammarError, match="too long"):
+        grammars.compile("start: e\n" + SLOW).result()
