@@ -11,7 +11,9 @@ from jaxpaged.validation import require
 
 MAX_CHOICES = 1024  # n; each is a sequence of its own
 MAX_STOP_STRINGS = 64  # all of them are looked for after every token
+MAX_STOP_CHARACTERS = 4096  # in all of them
 MAX_BAD_WORDS = 1024
+MAX_BAD_CHARACTERS = 65536  # in all of them; each is tokenized twice
 MAX_LOGIT_BIAS = 512  # entries of logit_bias a row of the sampler has room for
 
 
@@ -123,9 +125,15 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             require(self, name, value is None or value >= 0, "at least 0")
-        for name, most in (("stop", MAX_STOP_STRINGS), ("bad_words", MAX_BAD_WORDS)):
-            if len(getattr(self, name)) > most:
-                raise ValueError(f"{name} must be at most {most} strings")
+        for name, most, most_characters in (
+            ("stop", MAX_STOP_STRINGS, MAX_STOP_CHARACTERS),
+            ("bad_words", MAX_BAD_WORDS, MAX_BAD_CHARACTERS),
+        ):
+            strings = getattr(self, name)
+            if len(strings) > most:
+                raise ValueError(f"{name} must be at most {most} strings, got {len(strings)}")
+            if sum(map(len, strings)) > most_characters:
+                raise ValueError(f"{name} must be at most {most_characters} characters in all")
         require(self, "stop", all(self.stop), "non-empty strings")
         require(self, "bad_words", all(self.bad_words), "non-empty strings")
         require(

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import limits
+
 from jaxpaged.config import setting
 from jaxpaged.validation import require
 
@@ -96,6 +98,15 @@ class ServerConfig:
         "jaxpaged", "what metric names begin with; vllm suits boards made for it"
     )
     max_request_bytes: int = setting(32 << 20, "longest request body; beyond: 413")
+    rate_limit: str | None = setting(
+        None,
+        "POST requests of one API key, or of one address without keys; beyond: 429. Such as "
+        "100/minute, or several: 10/second;1000/hour",
+        metavar="RATE",
+    )
+    max_concurrent_requests: int | None = setting(
+        None, "of one API key, or of one address without keys, at a time; beyond: 429"
+    )
     shutdown_timeout: float = setting(
         0.0, "seconds that running requests get to finish after SIGTERM", metavar="SECONDS"
     )
@@ -103,6 +114,9 @@ class ServerConfig:
     def __post_init__(self) -> None:
         require(self, "port", 0 <= self.port < 65536, "0 to 65535")
         require(self, "max_request_bytes", self.max_request_bytes >= 1, "at least 1")
+        most = self.max_concurrent_requests
+        require(self, "max_concurrent_requests", most is None or most >= 1, "at least 1")
+        require(self, "rate_limit", _is_rate(self.rate_limit), "like 100/minute or 5/10 seconds")
         require(self, "shutdown_timeout", 0 <= self.shutdown_timeout <= 86400, "0 to 86400")
         require(self, "uvicorn_log_level", self.uvicorn_log_level in LOG_LEVELS, "a log level")
         endpoint = self.otlp_traces_endpoint
@@ -129,3 +143,10 @@ class ServerConfig:
             raise ValueError("enable_auto_tool_choice needs tool_call_parser")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("ssl_keyfile and ssl_certfile need each other")
+
+
+def _is_rate(given: str | None) -> bool:
+    try:
+        return given is None or all(rate.amount for rate in limits.parse_many(given))
+    except ValueError:
+        return False

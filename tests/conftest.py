@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from live_server import Serving
 
 # Before any test module imports jax; processes that tests start inherit it.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -42,3 +44,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def real_model(request: pytest.FixtureRequest) -> Path:
     """The folder given with --real-model; for tests marked real_model."""
     return request.config.getoption("--real-model")
+
+
+@pytest.fixture(scope="session")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """One server of the built-in model for all tests that leave it as it was."""
+    serving = Serving(log=tmp_path_factory.mktemp("serve") / "log")
+    yield serving
+    serving.process.kill()
+    serving.process.wait()

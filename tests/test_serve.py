@@ -8,12 +8,10 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Literal
@@ -21,70 +19,11 @@ from typing import Annotated, Literal
 import anthropic
 import httpx
 import numpy as np
-import openai
 import pydantic
 import pytest
+from live_server import Serving
 
 from jaxpaged.model_files import DEMO_MODEL
-
-ARGS = ["--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--max-model-len", "512"]
-ARGS += ["--enable-admin"]
-
-
-class Serving:
-    """A server process on a free port."""
-
-    def __init__(self, *args: str, log: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.log = log
-        with log.open("w") as sink:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "jaxpaged", "serve", "--port", str(port), *ARGS, *args],
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-            )
-        self.url = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + 180
-        while True:
-            assert self.process.poll() is None, self.text
-            assert time.monotonic() < deadline, self.text
-            try:
-                if httpx.get(self.url + "/health").status_code == 200:
-                    break
-            except httpx.TransportError:
-                time.sleep(0.1)
-        self.client = openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0)
-
-    @property
-    def text(self) -> str:
-        return self.log.read_text()
-
-    def core_pid(self) -> int:
-        """The one child process that runs the engine."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        (core,) = [
-            int(pid)
-            for pid in children.split()
-            if b"core_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
-        return core
-
-    def gauge(self, name: str) -> float:
-        found = re.search(
-            rf"^jaxpaged:{name}{{.*}} (\S+)$", httpx.get(self.url + "/metrics").text, re.M
-        )
-        assert found is not None, name
-        return float(found[1])
-
-
-@pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    serving = Serving(log=tmp_path_factory.mktemp("serve") / "log")
-    yield serving
-    serving.process.kill()
-    serving.process.wait()
 
 
 def test_the_ready_line_names_url_model_pages_and_buckets(serving: Serving) -> None:

@@ -7,6 +7,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 import jaxpaged
 from jaxpaged.server import errors
+from jaxpaged.server.client_limits import ConcurrencyLimitMiddleware, RateLimitMiddleware
 from jaxpaged.server.context import ServerContext
 from jaxpaged.server.endpoints import (
     admin,
@@ -50,7 +51,7 @@ def create_app(context: ServerContext) -> FastAPI:
         title="jaxpaged",
         version=jaxpaged.__version__,
         root_path=config.root_path,
-        responses={code: {"model": ErrorResponse} for code in (400, 401, 404, 413, 500, 503)},
+        responses={code: {"model": ErrorResponse} for code in (400, 401, 404, 413, 429, 500, 503)},
     )
     app.state.context = context
     for router in ROUTERS:
@@ -60,6 +61,10 @@ def create_app(context: ServerContext) -> FastAPI:
     errors.install(app)
     # The last one added is the outermost: a preflight request of CORS carries no key.
     app.add_middleware(BodyLimitMiddleware, limit=config.max_request_bytes)
+    if config.max_concurrent_requests is not None:
+        app.add_middleware(ConcurrencyLimitMiddleware, limit=config.max_concurrent_requests)
+    if config.rate_limit is not None:
+        app.add_middleware(RateLimitMiddleware, rates=config.rate_limit)
     if config.otlp_traces_endpoint is not None:
         app.add_middleware(TraceContextMiddleware)
     if config.api_key:

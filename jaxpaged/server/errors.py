@@ -25,6 +25,7 @@ TYPES = {
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     413: "RequestTooLargeError",
+    429: "RateLimitError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
@@ -66,14 +67,19 @@ def anthropic_error_body(code: int, message: str) -> str:
 
 
 def error_response(
-    code: int, message: str, param: str | None = None, *, scope: Scope | None = None
+    code: int,
+    message: str,
+    param: str | None = None,
+    *,
+    scope: Scope | None = None,
+    retry_after: int = RETRY_SECONDS,
 ) -> Response:
-    """A failure; 503 invites to try again.
+    """A failure; 429 and 503 invite to try again, in `retry_after` seconds.
 
     Args:
         scope: the request's; routes of Anthropic's have an error body of their own.
     """
-    headers = {"Retry-After": str(RETRY_SECONDS)} if code == 503 else None
+    headers = {"Retry-After": str(retry_after)} if code in (429, 503) else None
     if code == 401:
         headers = {"WWW-Authenticate": "Bearer"}
     if scope is not None and route_path(scope).startswith(ANTHROPIC_PATH):

@@ -16,6 +16,7 @@ from jaxpaged.server.errors import error_response, route_path
 
 # Liveness probes carry no key; the page's files hold no data, and its calls carry the key.
 OPEN_PATHS = ("/health", "/ping", *FILES)
+CLIENT = "jaxpaged.client"  # of a scope: the digest of the key that the request carries
 
 
 class ApiKeyMiddleware:
@@ -41,6 +42,7 @@ class ApiKeyMiddleware:
         if scheme.lower() != "bearer":
             key = headers.get("x-api-key", "")
         given = _digest(key.strip())
+        scope[CLIENT] = given  # whose limits count, once it may pass
         # Every key is compared, each in constant time: the time taken tells nothing.
         return any([hmac.compare_digest(given, digest) for digest in self._digests])
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import logging
+import os
 import signal
 import ssl
+import threading
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from socket import socket
@@ -32,6 +35,7 @@ log = logging.getLogger(__name__)
 DEMO_NAME = "demo"
 LAST_HEALTH_SECONDS = 2.0  # how long /health says 503 before a server without engine ends
 ABORT_SECONDS = 10.0  # for the last answers to be sent after their requests were aborted
+LAST_SECONDS = 12.0  # for the engine to end and threads to return, after which the process ends
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -87,6 +91,8 @@ async def _serve(context: ServerContext, listener: socket) -> int:
     server = _Server(context, listener)
     for number in SIGNALS:
         loop.add_signal_handler(number, server.handle_exit, number, None)
+    gc.collect()
+    gc.freeze()  # what lives for ever is not looked at again: collections stay short
     watching = asyncio.create_task(_end_after(engine, server))
     await server.serve([listener])
     watching.cancel()
@@ -125,9 +131,24 @@ class _Server(uvicorn.Server):
         _greet(self._context, self._listener)
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        self._end_for_sure()
         draining = asyncio.create_task(self._drain())
         await super().shutdown(sockets)
         draining.cancel()
+
+    def _end_for_sure(self) -> None:
+        """End the process even if a thread never returns, say one with a template without end:
+        Python waits for them.
+        """
+        seconds = self._context.config.shutdown_timeout + ABORT_SECONDS + LAST_SECONDS
+
+        def end() -> None:
+            log.error("the server does not end within %g s: ended by force", seconds)
+            os._exit(1)  # the engine's process ends when it misses this one
+
+        timer = threading.Timer(seconds, end)
+        timer.daemon = True
+        timer.start()
 
     async def _drain(self) -> None:
         loop = asyncio.get_running_loop()

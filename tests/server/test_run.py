@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -13,7 +12,6 @@ from pathlib import Path
 import httpx
 import pytest
 from fake_server import children, eventually, launch, running
-from http_checks import check_error
 
 FAST = ("--skip-tokenizer-init",)
 LONG = {"prompt": [5, 6], "max_tokens": 50, "ignore_eos": True}
@@ -114,18 +112,6 @@ def test_signals_abort_what_runs(number: signal.Signals):
         assert not any("Traceback" in line for line in server.lines), server.lines
 
 
-def test_running_requests_may_finish_before_the_end():
-    flags = (*FAST, "--shutdown-timeout", "20")
-    with running(*flags, core="--step-seconds 0.02") as server, ThreadPoolExecutor() as pool:
-        answer = pool.submit(server.post, "/v1/completions", **LONG)
-        eventually(lambda: server.metric("num_requests_running") == 1)
-        began = time.monotonic()
-        assert server.stop() == 0
-        assert time.monotonic() - began < 10, "it ends when they have finished"
-        choice = answer.result().json()["choices"][0]
-        assert choice["finish_reason"] == "length"
-
-
 def test_a_signal_while_the_engine_starts():
     process = launch(*FAST, "--port", "0", core="--start-seconds 30")
     eventually(lambda: children(process.pid), 20)
@@ -135,14 +121,6 @@ def test_a_signal_while_the_engine_starts():
     assert process.returncode == 0
     assert "Traceback" not in log
     assert not Path(f"/proc/{core}").exists()
-
-
-def test_a_killed_engine_ends_the_server():
-    with running(*FAST) as server:
-        os.kill(children(server.process.pid)[0], signal.SIGKILL)
-        eventually(lambda: server.get("/health").status_code == 503)
-        check_error(server.get("/ping"), 503, "-9")
-        assert server.process.wait(10) == 1
 
 
 def test_a_killed_server_ends_the_engine():

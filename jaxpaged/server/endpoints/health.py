@@ -11,7 +11,7 @@ from jaxpaged.server.context import Context
 router = APIRouter(tags=["operation"])
 
 
-@router.get("/health")
+@router.get("/health", response_class=Response)
 async def health(context: Context) -> Response:
     """200 while the engine lives, 503 after."""
     if context.engine.dead is not None:
@@ -19,8 +19,8 @@ async def health(context: Context) -> Response:
     return Response()
 
 
-@router.get("/ping")
-@router.post("/ping")
+@router.get("/ping", response_class=Response)
+@router.post("/ping", response_class=Response)
 async def ping(context: Context) -> Response:
     """The same, by the name that SageMaker asks for."""
     return await health(context)
@@ -32,7 +32,7 @@ async def version() -> dict[str, str]:
     return {"version": jaxpaged.__version__}
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(context: Context) -> Response:
     """Every metric, for Prometheus."""
     return Response(context.engine.metrics.text(), media_type=CONTENT_TYPE_LATEST)

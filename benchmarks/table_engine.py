@@ -1,0 +1,117 @@
+"""An engine core that costs nothing: every request gets the tokens of a table, a token a step.
+
+Takes the place of `jaxpaged.engine.core_process`, with `--step-seconds` before its arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+import msgspec
+import zmq
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineInfo,
+    EngineStats,
+    FinishSequence,
+    FrontMessage,
+    SequenceOutput,
+    Shutdown,
+    StepOutputs,
+)
+from jaxpaged.engine.tokenizer import Tokenizer
+from jaxpaged.model_files import resolve_model
+
+MAX_MODEL_LEN = 32768
+VOCAB = 1 << 20  # larger than any
+TEXT = (
+    "the king shall speak of love and night to him that hath no crown, and when the morning comes "
+    "he will have walked from one end of his small country to the other without a word. "
+)
+
+
+def table(config: EngineConfig) -> list[int]:
+    """Token ids of a text."""
+    folder = resolve_model(config.model, config.revision, config.download_dir)
+    return Tokenizer.load(folder).encode(TEXT, add_special_tokens=False)
+
+
+def serve(source: zmq.Socket, sink: zmq.Socket, tokens: list[int], step_seconds: float) -> None:
+    """Answer until told to end; a step begins `step_seconds` after the last one."""
+    encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(FrontMessage)
+    running: dict[str, tuple[AddRequest, int]] = {}  # with the tokens made
+    due = time.perf_counter()
+    while True:
+        while source.poll(0 if running else 100):
+            match decoder.decode(source.recv()):
+                case Shutdown():
+                    return
+                case AddRequest() as request:
+                    running[request.request_id] = (request, 0)
+                case AbortRequests(request_ids):
+                    for request_id in request_ids:
+                        running.pop(request_id, None)
+                case FinishSequence(request_id):
+                    running.pop(request_id, None)
+        if not running:
+            continue
+        outputs = []
+        for request_id, (request, made) in list(running.items()):
+            last = made + 1 == request.params.max_tokens
+            outputs.append(
+                SequenceOutput(
+                    request_id=request_id,
+                    index=0,
+                    token_ids=[tokens[made % len(tokens)]],
+                    finish_reason="length" if last else None,
+                )
+            )
+            if last:
+                del running[request_id]
+            else:
+                running[request_id] = (request, made + 1)
+        stats = EngineStats(
+            num_running=len(running), iteration_tokens=len(outputs), bucket_tokens=len(outputs)
+        )
+        sink.send(encoder.encode(StepOutputs(outputs, stats)))
+        due = max(due + step_seconds, time.perf_counter())
+        time.sleep(due - time.perf_counter() if due > time.perf_counter() else 0)
+
+
+def main() -> None:
+    """Serve."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--step-seconds", type=float, required=True)
+    parser.add_argument("--input", required=True)
+    parser.add_argument("--output", required=True)
+    args = parser.parse_args()
+    config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    context = zmq.Context()
+    source, sink = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    sink.set_hwm(0)
+    source.connect(args.input)
+    sink.connect(args.output)
+    ready = EngineInfo(
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=VOCAB,
+        num_pages=1 << 16,
+        page_size=16,
+        max_logprobs=config.max_logprobs,
+        platform="none",
+        attention_backend="none",
+        dtype="none",
+        buckets=["any"],
+        startup_seconds={"total": 0.0},
+    )
+    tokens = table(config)
+    sink.send(msgspec.msgpack.encode(ready))
+    serve(source, sink, tokens, args.step_seconds)
+
+
+if __name__ == "__main__":
+    main()
