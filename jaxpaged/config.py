@@ -65,6 +65,9 @@ class EngineConfig:
         "weights and activations; auto: the checkpoint's on GPU, float32 on CPU",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
     )
+    tensor_parallel_size: int = setting(
+        1, "devices of this host that share the model, each holding a part of it", short="-tp"
+    )
     seed: int = setting(0, "origin of every random draw that has no seed of its own")
     generation_config: str = setting(
         "auto",
@@ -82,7 +85,7 @@ class EngineConfig:
         0.92, "share of the card for weights, step temporaries and pages"
     )
     kv_cache_memory_bytes: int | None = setting(
-        None, "exact size of the page pool in bytes (on CPU 1 GiB unless told)"
+        None, "exact size of the page pool on each device in bytes (on CPU 1 GiB unless told)"
     )
     num_gpu_blocks_override: int | None = setting(
         None, "exact number of pages, instead of profiling memory"
@@ -141,6 +144,7 @@ class EngineConfig:
         require(self, "seed", -(2**63) <= self.seed < 2**63, "a 64-bit int")
         require(self, "gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "in (0, 1]")
         require(self, "block_size", self.block_size in (16, 32, 64, 128), "16, 32, 64 or 128")
+        require(self, "tensor_parallel_size", self.tensor_parallel_size >= 1, "at least 1")
         for name in (
             "kv_cache_memory_bytes",
             "num_gpu_blocks_override",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import types
 import typing
 from collections.abc import Iterable, Sequence
@@ -82,7 +83,9 @@ def with_config_file(parser: argparse.ArgumentParser, argv: Sequence[str]) -> li
         return list(argv)
     try:
         content = yaml.safe_load(file.read_text("utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except yaml.YAMLError as error:
+        raise ValueError(f"cannot read --config {file}: {_yaml_problem(error)}") from None
+    except (OSError, UnicodeDecodeError) as error:
         reason = str(error).replace("\n", " ")
         raise ValueError(f"cannot read --config {file}: {reason}") from error
     if not isinstance(content, dict):
@@ -112,13 +115,27 @@ def _as_arguments(name: str, value: Any, action: argparse.Action) -> list[str]:
             raise ValueError(f"{name} in the --config file must be true or false, got {value!r}")
         return [name if value else f"--no-{name[2:]}"]
     if isinstance(value, list):
-        return [name, *map(str, value)]
+        if not all(isinstance(item, str) for item in value):
+            raise ValueError(f"{name} in the --config file must hold texts: quote each of them")
+        return [name, *value]
     if isinstance(value, dict):
         try:
             return [f"{name}={json.dumps(value)}"]
         except TypeError as error:  # YAML has dates
             raise ValueError(f"{name} in the --config file: {error}") from error
+    # YAML reads 0123 as 83 and yes as true. Nothing is quoted: the text may be a secret.
+    if action.type is str and not isinstance(value, str):
+        raise ValueError(f"{name} in the --config file must be a text: quote it")
     return [f"{name}={value}"]
+
+
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    """What is wrong and where, without the words of the file: one may be a secret."""
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return "it holds characters that YAML does not allow"
+    problem = re.sub(r"'.{2,}'", "'...'", error.problem or "it is no YAML")
+    line = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
+    return problem + line
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
@@ -131,8 +148,15 @@ def _kind(hint: Any) -> Any:
     """The type of a flag's value; of a union, the first that is not None and reads any text."""
     if isinstance(hint, types.UnionType):
         kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
-        return str if str in kinds else kinds[0]
+        if str in kinds:
+            return str if len(kinds) == 1 else _any_text
+        return kinds[0]
     return hint
+
+
+def _any_text(text: str) -> str:
+    """A text that may be a number as well."""
+    return text
 
 
 def _json_object(text: str) -> dict[str, Any]:

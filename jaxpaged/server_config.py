@@ -125,6 +125,7 @@ class ServerConfig:
             "otlp_traces_endpoint",
             endpoint is None or re.match(r"https?://[^/]", endpoint) is not None,
             "a URL that begins with http:// or https://",
+            secret=True,  # it may hold a password
         )
         require(self, "api_key", all(self.api_key), "non-empty", secret=True)
         require(

@@ -133,6 +133,10 @@ def test_a_config_file_and_the_command_line_wins(served: list, tmp_path: Path):
         ("port: high\n", ["--port", "high"]),
         ("config: other.yaml\n", ["--config"]),
         ("default-chat-template-kwargs: {day: 2026-11-29}\n", ["--default-chat", "date"]),
+        ("api-key: [null]\n", ["--api-key", "quote"]),
+        ("api-key: 0123\n", ["--api-key", "quote"]),
+        ("uds: 0123\n", ["--uds", "quote"]),
+        ("max_model_len: yes\n", ["tokens"]),
         ("model: \udcff\n", ["cannot read", "settings.yaml"]),  # a byte that is no UTF-8
     ],
 )
@@ -147,6 +151,24 @@ def test_bad_config_files(
     file.write_text(content, "utf-8", "surrogateescape")
     line = failure(capsys, "serve", "--config", str(file))
     assert all(word in line for word in words), line
+
+
+@pytest.mark.parametrize(
+    "content", ['api-key: "hidden\nport: 1', "api-key: hidden: x", "api-key: *hidden",
+                "api-key: !hidden x", "api-key: [1, hidden\n}", "api-key: hidden\x07"],
+)  # fmt: skip
+def test_a_config_file_that_is_no_yaml_is_not_quoted(
+    served: list, capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str
+):
+    file = tmp_path / "settings.yaml"
+    file.write_text(content)
+    line = failure(capsys, "serve", "--config", str(file))
+    assert "cannot read" in line and "hidden" not in line
+
+
+def test_a_password_of_an_address_is_not_quoted(capsys: pytest.CaptureFixture[str]):
+    line = failure(capsys, "serve", "--otlp-traces-endpoint", "ftp://user:hidden@host")
+    assert "otlp_traces_endpoint" in line and "hidden" not in line
 
 
 def help_of(*command: str) -> str:

@@ -136,6 +136,16 @@ def test_compose():
     assert (DEPLOY / services["jaxpaged"]["build"]["context"]).resolve() == ROOT
 
 
+def test_each_service_has_a_secret_of_its_own():
+    services = compose()["services"]
+    password = services["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD"]
+    key = services["jaxpaged"]["environment"]["JAXPAGED_API_KEY"]
+    named = [re.match(r"\$\{(\w+):\?", text)[1] for text in (password, key)]
+    assert named == ["GRAFANA_PASSWORD", "JAXPAGED_API_KEY"]
+    head = (DEPLOY / "compose.yaml").read_text().partition("\nname:")[0]
+    assert all(name in head for name in named)
+
+
 def test_prometheus_finds_the_server():
     (job,) = yaml_file("prometheus.yml")[0]["scrape_configs"]
     assert job["static_configs"] == [{"targets": ["jaxpaged:8000"]}]

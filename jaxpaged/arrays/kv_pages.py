@@ -43,6 +43,7 @@ class KVPagesSpec:
     num_kv_heads: int  # K
     head_dim: int  # H
     dtype: jnp.dtype
+    num_devices: int = 1  # that share the KV heads evenly
 
     @property
     def num_arrays(self) -> int:
@@ -50,8 +51,9 @@ class KVPagesSpec:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all arrays: what one more page costs."""
-        slot = 2 * self.num_kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
+        """Bytes of one page over all arrays: what one more page costs each device."""
+        heads = self.num_kv_heads // self.num_devices
+        slot = 2 * heads * self.head_dim * jnp.dtype(self.dtype).itemsize
         return self.num_arrays * self.page_size * slot
 
     def place(self, layer: int) -> tuple[int, int]:

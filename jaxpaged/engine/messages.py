@@ -23,6 +23,7 @@ class AddRequest(msgspec.Struct, tag=True, kw_only=True):
     grammar: str | None = None  # what params.structured_outputs stand for, as llguidance takes it
     cache_salt: str | None = None
     pooling: bool = False  # the prompt's embedding is wanted; params.max_tokens is 1
+    prompt_only: bool = False  # the prompt is echoed: the one token behind it does not count
 
 
 class AbortRequests(msgspec.Struct, tag=True):

@@ -188,9 +188,10 @@ class Metrics:
         elif news.index in times.last_token:
             self._itl.observe(now - times.last_token[news.index])
         times.last_token[news.index] = now
-        times.num_generated += len(news.token_ids)
-        self._generated.inc(len(news.token_ids))
-        self.totals.generation_tokens += len(news.token_ids)
+        generated = 0 if times.request.prompt_only else len(news.token_ids)
+        times.num_generated += generated
+        self._generated.inc(generated)
+        self.totals.generation_tokens += generated
 
     def finish(self, times: RequestTimes, reason: str) -> None:
         """Take the end of a request; `reason`: one of FINISHED_REASONS."""

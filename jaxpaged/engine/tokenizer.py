@@ -23,6 +23,7 @@ GENERATION_DEFAULTS = {  # generation_config.json -> SamplingParams
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
+LONG = 256  # tokens whose decoding takes longer than to hand them to another thread
 LEAD = "a"  # text before a token whose own text is wanted: some decoders eat a leading space
 
 
@@ -108,8 +109,9 @@ class Tokenizer:
         """
         if not text.isascii():
             text.encode()
-        if self._fast is not None:  # lets other threads run meanwhile
-            return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        if self._fast is not None:  # a batch lets other threads run meanwhile, one text does not
+            (found,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return found.ids
         return self._backend.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(
@@ -124,7 +126,10 @@ class Tokenizer:
             spaces_between_special_tokens: heeded by tokenizers written in Python alone.
         """
         if self._fast is not None:
-            return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+            ids = list(token_ids)
+            if len(ids) > LONG:  # a batch lets other threads run meanwhile
+                return self._fast.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
+            return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
         return self._backend.decode(
             list(token_ids),
             skip_special_tokens=skip_special_tokens,
@@ -194,9 +199,12 @@ class Tokenizer:
                 tools=tools,
                 **template_kwargs,
             )
+        except RecursionError:  # of what it was given: nothing that a template says is as deep
+            raise BadRequestError(
+                "the messages, tools or template variables are nested too deeply", "messages"
+            ) from None
         except (
-            TemplateError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError,
-            MemoryError,
+            TemplateError, ArithmeticError, LookupError, TypeError, ValueError, MemoryError,
         ) as error:  # fmt: skip
             raise BadRequestError(f"the chat template refuses: {error}", "messages") from error
 

@@ -24,6 +24,7 @@ class Rule:
     leaf: str  # path in the parameter tree, joined by "/"
     tensors: tuple[str, ...]  # names in the checkpoint
     pack: Pack
+    split_axis: int = 0  # of the tensors: what a mesh splits of the leaf
 
     def at(self, layer: int) -> Rule:
         """This rule for one layer."""
@@ -31,6 +32,7 @@ class Rule:
             self.leaf.format(layer=layer),
             tuple(name.format(layer=layer) for name in self.tensors),
             self.pack,
+            self.split_axis,
         )
 
 
@@ -65,7 +67,7 @@ def _norm(leaf: str, tensor: str) -> Rule:
     return Rule(f"layers_{{layer}}/{leaf}/scale", (f"{_LAYER}.{tensor}.weight",), as_is)
 
 
-def _linear(leaf: str, names: tuple[str, ...], pack: Pack) -> tuple[Rule, ...]:
+def _linear(leaf: str, names: tuple[str, ...], pack: Pack, split_axis: int = 0) -> tuple[Rule, ...]:
     """Kernel and bias of a product in every layer; biases lie like kernels without D."""
     bias_pack = pack if len(names) > 1 else as_is
     return tuple(
@@ -73,6 +75,7 @@ def _linear(leaf: str, names: tuple[str, ...], pack: Pack) -> tuple[Rule, ...]:
             f"layers_{{layer}}/{leaf}/{ours}",
             tuple(f"{_LAYER}.{name}.{theirs}" for name in names),
             function,
+            split_axis,
         )
         for ours, theirs, function in (("kernel", "weight", pack), ("bias", "bias", bias_pack))
     )
@@ -92,9 +95,9 @@ STANDARD = (
     *_linear(
         "attention/qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), pack_qkv
     ),
-    *_linear("attention/o", ("self_attn.o_proj",), pack_o),
+    *_linear("attention/o", ("self_attn.o_proj",), pack_o, 1),
     *_linear("mlp/gate_up", ("mlp.gate_proj", "mlp.up_proj"), pack_gate_up),
-    *_linear("mlp/down", ("mlp.down_proj",), transpose),
+    *_linear("mlp/down", ("mlp.down_proj",), transpose, 1),
 )
 
 # A norm before each half of a layer (Llama), or before and after (Gemma).

@@ -183,14 +183,14 @@ class Decoder(nn.Module):
 
     def setup(self) -> None:
         s = self.spec
-        self.embed = Embedding(s.vocab, s.width, self.dtype)
+        self.embed = Embedding(s.vocab_rows, s.width, self.dtype)
         self.layers = [
             SharedDecoderLayer(s, layer.window, self.dtype, self.backend, self.mesh)
             for layer in s.layers
         ]
         self.final_norm = RMSNorm(s.width, s.norm_eps, s.norm_plus_one, self.dtype)
         if not s.tie_embeddings:
-            self.lm_head = Embedding(s.vocab, s.width, self.dtype)
+            self.lm_head = Embedding(s.vocab_rows, s.width, self.dtype)
 
     def forward(
         self, batch: StepBatch, last_token: jax.Array, kv_pages: tuple[jax.Array, ...]
@@ -239,10 +239,15 @@ class Decoder(nn.Module):
         return x_TD, tuple(pages)
 
     def logits(self, hidden_RD: jax.Array) -> jax.Array:
-        """Float32 scores [R, V] of hidden states that `forward` returned."""
+        """Float32 scores [R, V] of hidden states that `forward` returned; -inf of padding."""
         head = self.embed if self.spec.tie_embeddings else self.lm_head
         logits_RV, cap = head.logits(hidden_RD), self.spec.final_softcap
-        return logits_RV if cap is None else cap * jnp.tanh(logits_RV / cap)
+        if cap is not None:
+            logits_RV = cap * jnp.tanh(logits_RV / cap)
+        if self.spec.vocab_padding:
+            real_V = jnp.arange(self.spec.vocab_rows) < self.spec.vocab
+            logits_RV = jnp.where(real_V, logits_RV, -jnp.inf)
+        return logits_RV
 
     def __call__(
         self, batch: StepBatch, last_token: jax.Array, kv_pages: tuple[jax.Array, ...]

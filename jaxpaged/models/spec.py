@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxpaged.layers.rope import RopeSpec
 
@@ -31,7 +31,7 @@ class ModelSpec:
     width: int  # D
     ffn: int  # F
     num_heads: int  # N
-    num_kv_heads: int  # K
+    num_kv_heads: int  # K, copies included
     head_dim: int  # H
     layers: tuple[LayerSpec, ...]
     max_position: int  # longest context the model was made for
@@ -50,7 +50,23 @@ class ModelSpec:
     final_softcap: float | None = None  # logits become cap * tanh(logit / cap)
     tie_embeddings: bool = False  # the embedding table is the head as well
 
+    # What `spread.spread_spec` adds where devices share the model; a checkpoint has none of it.
+    kv_copies: int = 1  # of each KV head, side by side; each serves a part of its queries
+    vocab_padding: int = 0  # rows after the vocabulary, never looked up and never sampled
+
     @property
     def queries_per_kv_head(self) -> int:
         """G."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def stored(self) -> ModelSpec:
+        """The model as a checkpoint has it."""
+        return replace(
+            self, num_kv_heads=self.num_kv_heads // self.kv_copies, kv_copies=1, vocab_padding=0
+        )
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding table and of the head."""
+        return self.vocab + self.vocab_padding

@@ -28,3 +28,20 @@ def make_mesh(
         axis_types=(AxisType.Auto, AxisType.Auto),
         devices=devices[: data * model],
     )
+
+
+def model_mesh(num_devices: int) -> Mesh | None:
+    """The first devices of this host, to share one model; None: one device needs no mesh.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    devices = jax.local_devices()
+    if len(devices) < num_devices:
+        platform = devices[0].platform
+        hint = f"; JAX_NUM_CPU_DEVICES={num_devices} splits it" if platform == "cpu" else ""
+        raise ValueError(
+            f"--tensor-parallel-size {num_devices} needs as many devices; this host shows "
+            f"{len(devices)} ({platform}){hint}"
+        )
+    return None if num_devices == 1 else make_mesh(model=num_devices, devices=devices)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -49,6 +49,22 @@ def param_shardings(boxed_params: Any, mesh: Mesh) -> Any:
 def kv_pages_sharding(mesh: Mesh) -> NamedSharding:
     """Of each [P, 2, K, S, H] array: a device holds the heads whose queries it computes."""
     return NamedSharding(mesh, partition(KV_PAGES_AXES))
+
+
+def tensor_sharding(shape: Sequence[int], axis: int, leaf: NamedSharding) -> NamedSharding:
+    """Of a checkpoint's tensor on its way into a parameter: in parts, as that is, where it can be.
+
+    Args:
+        axis: of the tensor, that becomes the parameter's split one; another is split if that does
+            not divide.
+    """
+    mesh = cast(Mesh, leaf.mesh)
+    devices = mesh.shape[MODEL]
+    if not leaf.is_fully_replicated:
+        for split in (axis, *range(len(shape))):
+            if shape[split] % devices == 0:
+                return NamedSharding(mesh, PartitionSpec(*[None] * split, MODEL))
+    return replicated(mesh)
 
 
 def split_attention(attend: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:

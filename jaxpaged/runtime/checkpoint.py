@@ -36,7 +36,7 @@ def convert(model_dir: Path, out_dir: Path, *, progress: bool = True) -> None:
     windows = tuple(layer.window for layer in spec.layers)
     kv = KVPagesSpec(group_layers(windows), 1, 1, spec.num_kv_heads, spec.head_dim, dtype)
     host = make_mesh(devices=jax.local_devices(backend="cpu"))
-    params = load_params(model_dir, Decoder(spec, kv, dtype), mesh=host, progress=progress)
+    params = load_params(model_dir, Decoder(spec, kv, dtype, mesh=host), progress=progress)
     out_dir.mkdir(parents=True, exist_ok=True)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(target, params)

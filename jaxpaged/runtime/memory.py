@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,8 +60,15 @@ class PageNeeds:
         return low
 
 
+def scarcest_memory(devices: Sequence[jax.Device]) -> dict[str, int] | None:
+    """`memory_stats()` of the device that has least left; None: they don't tell."""
+    found = [device.memory_stats() for device in devices]
+    known = [stats for stats in found if stats]
+    return min(known, key=lambda s: s["bytes_limit"] - s["bytes_in_use"], default=None)
+
+
 def report_outside_pool(device: jax.Device) -> None:
-    """Log what of the card is in use beside XLA's pool: CUDA context, graphs, other processes."""
+    """Log what of a card is in use beside XLA's pool: CUDA context, graphs, other processes."""
     stats = device.memory_stats() or {}
     pool = stats.get("pool_bytes") or stats.get("bytes_limit")
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
@@ -70,15 +79,20 @@ def report_outside_pool(device: jax.Device) -> None:
         return  # no tool to measure with
     if pool is not None:
         log.info(
-            "memory: %.2f GiB of the card are in use outside XLA's pool of %.2f GiB",
+            "memory: %.2f GiB of card %d are in use outside XLA's pool of %.2f GiB",
             (used_bytes - pool) / GIB,
+            device.local_hardware_id or 0,
             pool / GIB,
         )
 
 
 def resident_bytes(tree: Any) -> int:
-    """What XLA's allocator takes for the arrays of a (maybe abstract) pytree."""
-    sizes = (leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    """What XLA's allocator takes on each device for the arrays of a (maybe abstract) pytree."""
+
+    def size(leaf: Any) -> int:
+        return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+    sizes = map(size, jax.tree.leaves(tree))
     return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
 
 

@@ -138,6 +138,7 @@ def make_plan(
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             dtype=jnp.dtype(kv_dtype),
+            num_devices=config.tensor_parallel_size,
         ),
         buckets=Buckets(max_num_seqs, tokens, device.platform),
         vocab=spec.vocab,

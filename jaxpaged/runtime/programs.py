@@ -10,9 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
 
 from jaxpaged.core.buckets import Bucket, Buckets
 from jaxpaged.models.decoder import Decoder, Params, head_params
+from jaxpaged.parallel.sharding import kv_pages_sharding, replicated
 from jaxpaged.runtime.batch_builder import TABLE_UPDATES
 from jaxpaged.runtime.compilation import Program, compile_options
 from jaxpaged.runtime.plan import EnginePlan
@@ -106,6 +108,10 @@ class Programs:
     state: EngineState
     penalties: PenaltyState
 
+    def _words(self, count: int) -> jax.ShapeDtypeStruct:
+        sharding = self.state.last_token.sharding
+        return jax.ShapeDtypeStruct((count,), jnp.int32, sharding=sharding)
+
     def __call__(self, key: Key) -> Program:
         state = self.state
         # The small arrays of the state are whole on every device, and so is all that is sampled.
@@ -134,7 +140,7 @@ class Programs:
                         self.penalties if variant == "full" else None,
                         state.input_X
                         if rides_along(variant)
-                        else _words(self.shapes.sample_packing(num_rows, variant).size),
+                        else self._words(self.shapes.sample_packing(num_rows, variant).size),
                     ),
                     donate=(3, 4),
                     out_shardings=whole,
@@ -151,13 +157,13 @@ class Programs:
             case TakeInput(size):
                 return Program(
                     take_input,
-                    (state.input_X, _words(size)),
+                    (state.input_X, self._words(size)),
                     donate=(0,),
                     out_shardings=whole,
                     options=options,
                 )
             case Upkeep.PAGE_TABLES:
-                entries = _words(TABLE_UPDATES)
+                entries = self._words(TABLE_UPDATES)
                 return Program(
                     update_page_tables,
                     (state.page_tables, entries, entries),
@@ -168,7 +174,7 @@ class Programs:
             case Upkeep.PENALTIES:
                 return Program(
                     count_tokens,
-                    (self.penalties, _words(PENALTY_PIECE + 3)),
+                    (self.penalties, self._words(PENALTY_PIECE + 3)),
                     donate=(0,),
                     out_shardings=whole,
                     options=options,
@@ -179,20 +185,43 @@ def make_programs(
     model: Decoder, plan: EnginePlan, params: Params, max_logprobs: int, device: jax.Device
 ) -> Programs:
     """The programs of an engine with these (abstract) parameters on `device`."""
-    state, penalties = jax.eval_shape(lambda: zero_states(model, plan))
-    return Programs(
-        model,
-        plan.shapes,
-        max_logprobs,
-        device.platform,
-        params,
-        _on(device, state),
-        _on(device, penalties),
-    )
+    states = abstract_states(model, plan, device)
+    return Programs(model, plan.shapes, max_logprobs, device.platform, params, *states)
 
 
 def zero_states(model: Decoder, plan: EnginePlan) -> tuple[EngineState, PenaltyState]:
     """All that outlives a step, of an engine that has computed nothing."""
+    if model.mesh is None:
+        return _zero_states(model, plan)
+    states = abstract_states(model, plan, model.mesh.devices.flat[0])
+    shardings = jax.tree.map(lambda array: array.sharding, states)
+    return jax.jit(lambda: _zero_states(model, plan), out_shardings=shardings)()
+
+
+def abstract_states(
+    model: Decoder, plan: EnginePlan, device: jax.Device
+) -> tuple[EngineState, PenaltyState]:
+    """Shapes and places of `zero_states`: a mesh splits the pages, and has all else on each device.
+
+    Args:
+        device: where everything lies if the model has no mesh.
+    """
+    whole: jax.sharding.Sharding = SingleDeviceSharding(device)
+    split = whole
+    if model.mesh is not None:
+        whole, split = replicated(model.mesh), kv_pages_sharding(model.mesh)
+
+    def place(tree: Any, sharding: jax.sharding.Sharding) -> Any:
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
+        )
+
+    state, penalties = jax.eval_shape(lambda: _zero_states(model, plan))
+    pages = place(state.kv_pages, split)
+    return place(state, whole).replace(kv_pages=pages), place(penalties, whole)
+
+
+def _zero_states(model: Decoder, plan: EnginePlan) -> tuple[EngineState, PenaltyState]:
     state = zero_state(
         plan.shapes,
         plan.buckets,
@@ -201,15 +230,4 @@ def zero_states(model: Decoder, plan: EnginePlan) -> tuple[EngineState, PenaltyS
         model.dtype,
         with_means=plan.pool_means,
     )
-    return state, PenaltyState.zeros(plan.max_num_seqs, plan.vocab)
-
-
-def _on(device: jax.Device, tree: Any) -> Any:
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
-    )
-
-
-def _words(count: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((count,), jnp.int32)
+    return state, PenaltyState.zeros(plan.max_num_seqs, model.spec.vocab_rows)

@@ -10,13 +10,15 @@ from typing import Any
 import jax
 import ml_dtypes  # noqa: F401  teaches NumPy, and so safetensors, the name bfloat16
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding
 from safetensors import SafetensorError, safe_open
 
 from jaxpaged.model_files import ModelFilesError, read_json
 from jaxpaged.models import checkpoint_rules
 from jaxpaged.models.checkpoint_rules import Pack
 from jaxpaged.models.spec import ModelSpec
+from jaxpaged.models.spread import spread_leaf
+from jaxpaged.parallel.sharding import tensor_sharding
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 FLOAT_TYPES = ("F32", "BF16", "F16")  # as the files spell them
@@ -66,12 +68,11 @@ class SafetensorFiles:
 
 
 def load_leaves(
-    files: SafetensorFiles, leaves: Leaves, spec: ModelSpec, whole: Sharding | None
+    files: SafetensorFiles, leaves: Leaves, spec: ModelSpec
 ) -> Iterator[tuple[str, jax.Array, int]]:
     """Every leaf with its name and the bytes read for it, packed on the device in its dtype.
 
-    Args:
-        whole: where a leaf's tensors lie while it is packed; None: where the leaf will lie.
+    No device of a mesh is given more of a tensor than its part.
 
     Raises:
         ModelFilesError: tensors are missing, unexpected or of another shape than config.json says.
@@ -86,9 +87,9 @@ def load_leaves(
     for rule in rules:
         tensors = [files.read(name) for name in rule.tensors]
         target = leaves[rule.leaf]
-        pack = _packing(rule.pack, spec, target)
+        pack = _packing(rule.pack, spec, layerless(rule.leaf), target)
         try:
-            leaf = pack(*jax.device_put(tensors, whole or target.sharding))
+            leaf = pack(*(_put(tensor, rule.split_axis, target) for tensor in tensors))
         except TypeError:  # a reshape or concatenation that does not come out even
             leaf = None
         if leaf is None or leaf.shape != target.shape:
@@ -102,12 +103,26 @@ def load_leaves(
             _check_tied(files, tensors[0])
 
 
+def _put(tensor: np.ndarray, split_axis: int, target: jax.ShapeDtypeStruct) -> jax.Array:
+    sharding = target.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = tensor_sharding(tensor.shape, split_axis, sharding)
+    return jax.device_put(tensor, sharding)
+
+
+def layerless(leaf: str) -> str:
+    """What a leaf is called in every layer."""
+    return "/" + leaf.partition("/")[2] if leaf.startswith("layers_") else leaf
+
+
 @functools.cache
-def _packing(pack: Pack, spec: ModelSpec, target: jax.ShapeDtypeStruct) -> Any:
+def _packing(pack: Pack, spec: ModelSpec, name: str, target: jax.ShapeDtypeStruct) -> Any:
     """Compiled once for all layers."""
-    return jax.jit(
-        lambda *tensors: pack(spec, *tensors).astype(target.dtype), out_shardings=target.sharding
-    )
+
+    def make(*tensors: jax.Array) -> jax.Array:
+        return spread_leaf(spec, name, pack(spec.stored, *tensors).astype(target.dtype))
+
+    return jax.jit(make, out_shardings=target.sharding)
 
 
 def _check_names(files: SafetensorFiles, wanted: set[str], spec: ModelSpec) -> None:

@@ -14,11 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import lax
+from jax.sharding import Mesh
 
+from jaxpaged.parallel.vocabulary import argmax, top_k
 from jaxpaged.sampling_params import MAX_LOGIT_BIAS
 from pallas_kernels.sample_top_k_top_p import sample_top_k_top_p
-from pallas_kernels.sampling import argmax, draw_tokens
+from pallas_kernels.sampling import draw_tokens
 
 VARIANTS = ("greedy", "plain", "filtered", "logprobs", "full")
 LARGE = 1e30  # beyond any logit, and finite
@@ -161,6 +162,7 @@ def sample(
     *,
     max_logprobs: int,
     fused: bool | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[SampleOutput, PenaltyState | None]:
     """Choose a token for every row, or measure the one that the row names.
 
@@ -174,17 +176,18 @@ def sample(
         penalties: token counts by slot, for "full" alone; None otherwise. The tokens chosen
             are added to them.
         max_logprobs: static, entries of `top_id_RX`.
-        fused: static, draw by the kernels for NVIDIA GPUs; None: where the platform is one. Both
-            ways draw the same token, unless rounding decides.
+        fused: static, draw by the kernels for NVIDIA GPUs; None: where the platform is one, and a
+            device has all logits. Both ways draw the same token, unless rounding decides.
+        mesh: static, the devices that share the vocabulary; None: one device.
     """
     edited_RV = logits_RV
     if sampling.edits is not None and penalties is not None:
         edited_RV = _edit(logits_RV, sampling.edits, penalties.count_BV[sampling.slot_R])
     if sampling.draw is None:
-        token_R = argmax(edited_RV)
+        token_R = argmax(edited_RV, mesh)
     else:
         if fused is None:
-            fused = jax.default_backend() == "gpu"
+            fused = mesh is None and jax.default_backend() == "gpu"
         filters = {} if sampling.filters is None else vars(sampling.filters)
         token_R = (sample_top_k_top_p if fused else draw_tokens)(
             edited_RV, position_R=sampling.position_R, **vars(sampling.draw), **filters
@@ -197,13 +200,15 @@ def sample(
         penalties = PenaltyState(penalties.count_BV.at[sampling.slot_R, token_R].add(twice_R))
     if VARIANTS.index(variant) < VARIANTS.index("logprobs"):
         return SampleOutput(token_R), penalties
-    return _measure(logits_RV, token_R, max_logprobs), penalties
+    return _measure(logits_RV, token_R, max_logprobs, mesh), penalties
 
 
 def _edit(logits_RV: jax.Array, edits: LogitEdits, count_RV: jax.Array) -> jax.Array:
     """Forbid, bias and penalise tokens."""
     R, V = logits_RV.shape
-    bits_RW32 = (edits.mask_RW[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    # Whole words on each of the devices that share the vocabulary; what pads it is not allowed.
+    mask_RW = jnp.pad(edits.mask_RW, ((0, 0), (0, -(-V // 32) - edits.mask_RW.shape[1])))
+    bits_RW32 = (mask_RW[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     allowed_RV = bits_RW32.reshape(R, -1)[:, :V] != 0
     allowed_RV |= ~allowed_RV.any(axis=-1, keepdims=True)
 
@@ -220,11 +225,13 @@ def _edit(logits_RV: jax.Array, edits: LogitEdits, count_RV: jax.Array) -> jax.A
     return jnp.where(allowed_RV, x_RV, -jnp.inf)
 
 
-def _measure(logits_RV: jax.Array, token_R: jax.Array, max_logprobs: int) -> SampleOutput:
+def _measure(
+    logits_RV: jax.Array, token_R: jax.Array, max_logprobs: int, mesh: Mesh | None
+) -> SampleOutput:
     """Raw log-probability and rank of the tokens, and the most likely ones."""
     log_sum_R1 = jax.nn.logsumexp(logits_RV, axis=-1, keepdims=True)
     logit_R1 = jnp.take_along_axis(logits_RV, token_R[:, None], axis=-1)
-    top_RX, top_id_RX = lax.top_k(logits_RV, min(max_logprobs, logits_RV.shape[1]))
+    top_RX, top_id_RX = top_k(logits_RV, min(max_logprobs, logits_RV.shape[1]), mesh)
     return SampleOutput(
         token_R,
         (logit_R1 - log_sum_R1)[:, 0],

@@ -19,20 +19,28 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.layers.attention import AttentionCase, attention_backend
 from jaxpaged.models import load_spec
 from jaxpaged.models.decoder import Decoder, Params
+from jaxpaged.models.spec import ModelSpec
+from jaxpaged.models.spread import spread_spec
+from jaxpaged.parallel.mesh import model_mesh
 from jaxpaged.runtime import weights
 from jaxpaged.runtime.compilation import Executables, cache_folder
 from jaxpaged.runtime.executable_store import ExecutableStore
-from jaxpaged.runtime.memory import page_budget, report_outside_pool, resident_bytes
+from jaxpaged.runtime.memory import (
+    page_budget,
+    report_outside_pool,
+    resident_bytes,
+    scarcest_memory,
+)
 from jaxpaged.runtime.model_runner import ModelRunner
 from jaxpaged.runtime.plan import EnginePlan, make_plan, model_dtype
 from jaxpaged.runtime.programs import (
     Forward,
     Key,
+    abstract_states,
     all_keys,
     largest_keys,
     make_programs,
     smallest_keys,
-    zero_states,
 )
 
 log = logging.getLogger(__name__)
@@ -58,9 +66,12 @@ def start_runner(config: EngineConfig, *, serving: bool) -> Started:
         ValueError, OSError: one line that says what to change.
     """
     cache = cache_folder(config.compile_cache_dir)
-    device = jax.local_devices()[0]
+    mesh = model_mesh(config.tensor_parallel_size)
+    devices = jax.local_devices()[: config.tensor_parallel_size]
+    device = devices[0]
     path = model_files.resolve_model(config.model, config.revision, config.download_dir)
-    spec = load_spec(model_files.read_config(path))
+    spec = spread_spec(load_spec(model_files.read_config(path)), len(devices))
+    _report_spread(spec, len(devices))
     dtype = model_dtype(config, spec.dtype, device.platform)
     plan = make_plan(config, spec, dtype, device, serving)
     backend = attention_backend(
@@ -75,19 +86,20 @@ def start_runner(config: EngineConfig, *, serving: bool) -> Started:
             page_size=plan.kv.page_size,
         ),
     )
-    model = Decoder(spec, plan.kv, dtype, backend)
+    model = Decoder(spec, plan.kv, dtype, backend, mesh)
     start = StartUp(
         config,
         model,
         unflatten_dict(weights.abstract_leaves(model), sep="/"),
         device,
-        None if cache is None else ExecutableStore(cache, [device]),
+        None if cache is None else ExecutableStore(cache, devices),
     )
 
     # Stored executables are loaded while the weights are. What has to be compiled waits for them:
     # XLA tries kernels out in memory that it takes beside them, and would leave holes.
-    jax.device_put(0, device).block_until_ready()  # its allocator exists from here on
-    stats = device.memory_stats() if device.platform == "gpu" else None
+    for each in devices:
+        jax.device_put(0, each).block_until_ready()  # its allocator exists from here on
+    stats = scarcest_memory(devices) if device.platform == "gpu" else None
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(_load_weights, path, config, model)
         plan, executables = start.size_pool(plan, stats, loading)
@@ -112,8 +124,21 @@ def start_runner(config: EngineConfig, *, serving: bool) -> Started:
         "warmup": time.perf_counter() - begin,
     }
     if device.platform == "gpu":
-        report_outside_pool(device)
+        for each in devices:
+            report_outside_pool(each)
     return Started(runner, backend, device.platform, jnp.dtype(dtype).name, seconds)
+
+
+def _report_spread(spec: ModelSpec, num_devices: int) -> None:
+    if num_devices > 1:
+        log.info("the model is split over %d devices", num_devices)
+    if spec.kv_copies > 1:
+        log.info(
+            "%d KV heads do not divide by %d devices: each is kept %d times",
+            spec.stored.num_kv_heads,
+            num_devices,
+            spec.kv_copies,
+        )
 
 
 def _warm_up(runner: ModelRunner, keys: Sequence[Key]) -> bool:
@@ -174,8 +199,8 @@ class StartUp:
             probe.compile_all(first, after=loading)
             temporary = max(probe.temporary_bytes(key) for key in largest)
             step_input = 4 * input_sizes[-1]
-            state = jax.eval_shape(lambda: zero_states(self.model, plan))
-            resident = resident_bytes((self.params, state))
+            states = abstract_states(self.model, plan, self.device)
+            resident = resident_bytes((self.params, states))
         budget = page_budget(
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             gpu_memory_utilization=config.gpu_memory_utilization,

@@ -217,7 +217,14 @@ def sample(
     settings = shapes.sample_packing(num_rows, variant).unpack(input_X)
     batch = sampler.SamplingBatch.from_arrays({"position_R": position_R[:num_rows], **settings})
     logits_RV = model.apply({"params": head_params}, hidden_RD[:num_rows], method="logits")
-    out, penalties = sampler.sample(logits_RV, batch, variant, penalties, max_logprobs=max_logprobs)
+    out, penalties = sampler.sample(
+        logits_RV,
+        batch,
+        variant,
+        penalties,
+        max_logprobs=max_logprobs,
+        mesh=model.mesh,
+    )
     # Rows that sample nothing carry the null slot.
     return out, last_token.at[batch.slot_R].set(out.token_R), penalties
 

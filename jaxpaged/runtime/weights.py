@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 from tqdm import tqdm
 
 from jaxpaged.model_files import ModelFilesError
 from jaxpaged.models.decoder import Decoder, Params, abstract_params
-from jaxpaged.parallel.sharding import param_shardings, replicated
+from jaxpaged.models.spec import ModelSpec
+from jaxpaged.models.spread import spread_leaf
+from jaxpaged.parallel.sharding import param_shardings, tensor_sharding
 from jaxpaged.runtime.safetensor_files import (
     INDEX_FILE,
     SINGLE_FILE,
     Leaves,
     SafetensorFiles,
+    layerless,
     load_leaves,
 )
 
@@ -34,12 +40,11 @@ def load_params(
     path: Path,
     model: Decoder,
     *,
-    mesh: Mesh | None = None,
     load_format: str = "auto",
     seed: int = 0,
     progress: bool = True,
 ) -> Params:
-    """The parameters of `model`, in its dtype, on the first device or spread over `mesh`.
+    """The parameters of `model`, in its dtype, on the first device or spread over its mesh.
 
     Args:
         path: the model's folder.
@@ -52,17 +57,17 @@ def load_params(
         ModelFilesError: weights are missing, unreadable or do not fit config.json; one line.
         ValueError: the mesh does not divide the model.
     """
-    leaves = abstract_leaves(model, mesh)
+    leaves = abstract_leaves(model)
     if load_format == "auto":
         load_format = _find_format(path)
     if load_format == "orbax":
-        return _restore(path, leaves)
+        return _restore(path, model, leaves)
     if load_format == "dummy":
-        loaded = _random_leaves(leaves, seed, model.spec.norm_plus_one)
+        loaded = _random_leaves(model, leaves, seed)
         total = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values())
     else:
         files = SafetensorFiles(path)
-        loaded = load_leaves(files, leaves, model.spec, None if mesh is None else replicated(mesh))
+        loaded = load_leaves(files, leaves, model.spec)
         total = files.num_bytes
     params: dict[str, jax.Array] = {}
     previous = None
@@ -78,14 +83,14 @@ def load_params(
     return unflatten_dict(params, sep="/")
 
 
-def abstract_leaves(model: Decoder, mesh: Mesh | None = None) -> Leaves:
+def abstract_leaves(model: Decoder) -> Leaves:
     """Shape, dtype and sharding of every parameter, by its path."""
     boxed = abstract_params(model)
     leaves = flatten_dict(nn.meta.unbox(boxed), sep="/")
-    if mesh is None:
+    if model.mesh is None:
         shardings = dict.fromkeys(leaves, SingleDeviceSharding(jax.local_devices()[0]))
     else:
-        shardings = flatten_dict(param_shardings(boxed, mesh), sep="/")
+        shardings = flatten_dict(param_shardings(boxed, model.mesh), sep="/")
     return {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[name])
         for name, leaf in leaves.items()
@@ -102,8 +107,28 @@ def _find_format(path: Path) -> str:
     )
 
 
-def _restore(path: Path, leaves: Leaves) -> Params:
+def _stored_leaves(model: Decoder, leaves: Leaves) -> Leaves:
+    """The leaves as a checkpoint has them, whatever devices share the model: in parts all the same,
+    where it has another shape.
+    """
+    if model.spec == model.spec.stored:
+        return leaves
+    spec, kv = model.spec.stored, replace(model.kv, num_kv_heads=model.spec.stored.num_kv_heads)
+    shapes = flatten_dict(
+        nn.meta.unbox(abstract_params(model.clone(spec=spec, kv=kv, mesh=None))), sep="/"
+    )
+    stored = {}
+    for name, leaf in leaves.items():
+        shape, sharding = shapes[name].shape, leaf.sharding
+        if shape != leaf.shape:
+            sharding = tensor_sharding(shape, 0, sharding)
+        stored[name] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+    return stored
+
+
+def _restore(path: Path, model: Decoder, leaves: Leaves) -> Params:
     """Read an Orbax checkpoint, each leaf straight into its dtype and sharding."""
+    wanted, leaves = leaves, _stored_leaves(model, leaves)
     folder = (path / ORBAX_FOLDER).resolve()
     if not folder.is_dir():
         raise ModelFilesError(f"{folder} is missing")
@@ -121,29 +146,58 @@ def _restore(path: Path, leaves: Leaves) -> Params:
         )
         if wrong:
             raise ModelFilesError(f"{folder} does not fit config.json: {', '.join(wrong[:4])}")
-        return checkpointer.restore(folder, unflatten_dict(leaves, sep="/"))
+        restored = checkpointer.restore(folder, unflatten_dict(leaves, sep="/"))
+    flat = flatten_dict(restored, sep="/")
+    for name, leaf in wanted.items():
+        if leaf.shape != leaves[name].shape:
+            spread = functools.partial(spread_leaf, model.spec, name)
+            flat[name] = jax.jit(spread, out_shardings=leaf.sharding)(flat[name])
+    return unflatten_dict(flat, sep="/")
 
 
 def _random_leaves(
-    leaves: Leaves, seed: int, norm_plus_one: bool
+    model: Decoder, leaves: Leaves, seed: int
 ) -> Iterator[tuple[str, jax.Array, int]]:
-    """Small random matrices, no biases, norms that only normalise: to measure speed with."""
+    """Small random matrices, no biases, norms that only normalise: to measure speed with.
+
+    They are the same on any number of devices.
+    """
+    stored = _stored_leaves(model, leaves)
     for index, (name, leaf) in enumerate(leaves.items()):
         kind = name.rsplit("/", 1)[-1]
-        constant = {"bias": 0.0, "scale": 0.0 if norm_plus_one else 1.0}.get(kind)
+        constant = {"bias": 0.0, "scale": 0.0 if model.spec.norm_plus_one else 1.0}.get(kind)
         if constant is None:
-            made = _random_leaf(leaf)(np.uint32(seed % 2**32), np.uint32(index))
+            make = _random_leaf(model.spec, layerless(name), stored[name].shape, leaf)
+            made = make(np.uint32(seed % 2**32), np.uint32(index))
         else:
             made = jax.device_put(np.full(leaf.shape, constant, leaf.dtype), leaf.sharding)
         yield name, made, leaf.size * leaf.dtype.itemsize
 
 
 @functools.cache
-def _random_leaf(leaf: jax.ShapeDtypeStruct) -> Any:
-    """Compiled once for all layers, and fast: the device's own generator, evenly distributed."""
+def _random_leaf(
+    spec: ModelSpec, name: str, shape: tuple[int, ...], leaf: jax.ShapeDtypeStruct
+) -> Any:
+    """Compiled once for all layers. An element is a hash of its index, evenly distributed: each
+    device makes its own part, where a generator would make the whole on all of them.
+    """
 
     def make(seed: jax.Array, index: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.key(seed, impl="rbg"), index)
-        return jax.random.uniform(key, leaf.shape, leaf.dtype, -LARGEST_RANDOM, LARGEST_RANDOM)
+        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        hashed = sum(
+            jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride % 2**32)
+            for axis, stride in enumerate(strides)
+        )
+        for word in (seed, index):
+            hashed = _mix(hashed ^ _mix(word + jnp.uint32(0x9E3779B9)))
+        evenly = (hashed >> 8).astype(jnp.float32) * (2.0**-23) - 1  # in [-1, 1)
+        return spread_leaf(spec, name, (evenly * LARGEST_RANDOM).astype(leaf.dtype))
 
     return jax.jit(make, out_shardings=leaf.sharding)
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """MurmurHash3's last step: every bit of a word depends on all of them."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)

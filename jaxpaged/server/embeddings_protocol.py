@@ -13,6 +13,8 @@ from pydantic import (
     WrapValidator,
 )
 
+from jaxpaged.server.many import Many
+
 MAX_INPUTS = 2048  # of one request, as at OpenAI's
 
 
@@ -26,14 +28,14 @@ def _read_input(given: Any, read: ValidatorFunctionWrapHandler) -> Any:
         ) from None
 
 
-Many = Field(min_length=1, max_length=MAX_INPUTS)
+SEVERAL = Field(min_length=1, max_length=MAX_INPUTS)
 
 
 class EmbeddingRequest(BaseModel):
     """POST /v1/embeddings. Unknown fields are ignored."""
 
     input: Annotated[
-        str | list[int] | Annotated[list[str], Many] | Annotated[list[list[int]], Many],
+        str | Many[int] | Annotated[Many[str], SEVERAL] | Annotated[Many[Many[int]], SEVERAL],
         WrapValidator(_read_input),
     ]
     model: str | None = None

@@ -18,6 +18,8 @@ from jaxpaged.engine.errors import BadRequestError, RequestFailedError
 from jaxpaged.server.protocol import ErrorInfo, ErrorResponse
 
 RETRY_SECONDS = 1  # what Retry-After says when the queue is full
+MAX_MESSAGE = 1000  # characters: a message may quote the request
+MAX_PLACES = 5  # of a body at which something was found
 CLIENT_GONE = 499  # nginx's code; nobody is there to read it
 TYPES = {
     400: "BadRequestError",
@@ -55,7 +57,7 @@ def error_body(code: int, message: str, param: str | None = None) -> str:
     """JSON of an error."""
     kind = TYPES.get(code, "APIError")
     # A message may quote the request, and so half of a surrogate pair, which no JSON can hold.
-    message = message.encode("utf-8", "backslashreplace").decode()
+    message = _short(message).encode("utf-8", "backslashreplace").decode()
     info = ErrorInfo(message=message, type=kind, param=param, code=code)
     return ErrorResponse(error=info).model_dump_json()
 
@@ -63,7 +65,7 @@ def error_body(code: int, message: str, param: str | None = None) -> str:
 def anthropic_error_body(code: int, message: str) -> str:
     """JSON of an error as Anthropic's clients read it."""
     kind = ANTHROPIC_TYPES.get(code, "invalid_request_error" if code < 500 else "api_error")
-    return json.dumps({"type": "error", "error": {"type": kind, "message": message}})
+    return json.dumps({"type": "error", "error": {"type": kind, "message": _short(message)}})
 
 
 def error_response(
@@ -142,12 +144,19 @@ def _explain(errors: Sequence[Any]) -> tuple[str, str | None]:
     found: dict[str, list[str]] = {}  # messages by place, such as "messages.0.role"
     for error in errors:
         message = error["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        said = found.setdefault(_place(error["loc"]), [])
+        place = _place(error["loc"])
+        if place not in found and len(found) == MAX_PLACES:
+            break
+        said = found.setdefault(place, [])
         if message not in said:
             said.append(message)
     text = "; ".join(f"{place}: {' or '.join(said)}" for place, said in found.items())
     first = next(iter(found))
     return text, None if first == "body" else first.split(".")[0]
+
+
+def _short(message: str) -> str:
+    return message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}..."
 
 
 def _place(loc: Sequence[int | str]) -> str:

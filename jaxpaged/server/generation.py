@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.server.context import ServerContext
 from jaxpaged.server.logprobs import LogprobWriter
 from jaxpaged.server.protocol import GenerationRequest, StreamOptions, Usage
+from jaxpaged.server.request_id import request_id
 from jaxpaged.server.streaming import merge, unless_gone
 from jaxpaged.server.structured import named_as_sent
 from jaxpaged.server.usage import UsageCounter
@@ -99,15 +99,14 @@ async def prepare(
             f"{len(prompts)} prompts x n {params.n} are more",
             "prompt",
         )
-    own_id = body.request_id or request.headers.get("x-request-id") or uuid.uuid4().hex
-    request_id = f"{kind}-{own_id}"
+    answer_id = f"{kind}-{body.request_id or request_id(request.headers)}"
     requests = []
     for place, prompt in enumerate(prompts):
         with named_as_sent(body.response_format):
             preparing = context.engine.prepare(
                 prompt,
                 params,
-                request_id if len(prompts) == 1 else f"{request_id}-{place}",
+                answer_id if len(prompts) == 1 else f"{answer_id}-{place}",
                 add_special_tokens=add_special_tokens,
                 truncate_prompt_tokens=body.truncate_prompt_tokens,
                 default_max_tokens=default_max_tokens,
@@ -121,7 +120,7 @@ async def prepare(
     config = context.config
     as_ids = body.return_tokens_as_token_ids
     return Generation(
-        request_id,
+        answer_id,
         context,
         body,
         requests,

@@ -6,9 +6,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from jaxpaged.server.many import Many, Messages, Tools
 from jaxpaged.server.protocol import GenerationRequest
 
-Blocks = str | list[dict[str, Any]]
+Blocks = str | Many[dict[str, Any]]
 
 
 class TurnParam(BaseModel):
@@ -44,9 +45,9 @@ class ThinkingParam(BaseModel, extra="allow"):
 class MessagesFields(BaseModel):
     """What a message and the count of its tokens have in common."""
 
-    messages: list[TurnParam] = Field(min_length=1)
+    messages: Messages[TurnParam] = Field(min_length=1)
     system: Blocks | None = None
-    tools: list[ToolParam] | None = None
+    tools: Tools[ToolParam] | None = None
     tool_choice: ToolChoiceParam | None = None
     thinking: ThinkingParam | None = None
 
@@ -55,7 +56,7 @@ class MessagesRequest(GenerationRequest, MessagesFields):
     """POST /v1/messages. Unknown fields are ignored."""
 
     max_tokens: int = Field(ge=1)
-    stop_sequences: list[str] | None = None
+    stop_sequences: Many[str] | None = None
     metadata: dict[str, Any] | None = None  # accepted, unused
     chat_template_kwargs: dict[str, Any] | None = None
 

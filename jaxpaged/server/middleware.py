@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import uuid
 from collections.abc import Sequence
 
 from fastapi import HTTPException
@@ -13,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxpaged.server.endpoints.page import FILES
 from jaxpaged.server.errors import error_response, route_path
+from jaxpaged.server.request_id import request_id
 
 # Liveness probes carry no key; the page's files hold no data, and its calls carry the key.
 OPEN_PATHS = ("/health", "/ping", *FILES)
@@ -26,7 +26,7 @@ class ApiKeyMiddleware:
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
-        self._digests = [_digest(key) for key in keys]
+        self._digests = [_digest(key.encode("utf-8", "surrogateescape")) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         open_path = route_path(scope) in OPEN_PATHS
@@ -41,7 +41,7 @@ class ApiKeyMiddleware:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             key = headers.get("x-api-key", "")
-        given = _digest(key.strip())
+        given = _digest(key.strip(" \t").encode("latin-1"))  # the bytes that were sent
         scope[CLIENT] = given  # whose limits count, once it may pass
         # Every key is compared, each in constant time: the time taken tells nothing.
         return any([hmac.compare_digest(given, digest) for digest in self._digests])
@@ -76,7 +76,7 @@ class BodyLimitMiddleware:
 
 
 class RequestIdMiddleware:
-    """Answers with the X-Request-Id of the request, or with a new one."""
+    """Answers with the X-Request-Id of the request, if it fits, or with a new one."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -85,15 +85,15 @@ class RequestIdMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = Headers(scope=scope).get("x-request-id") or uuid.uuid4().hex
+        own_id = request_id(Headers(scope=scope))
 
         async def tagged(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                MutableHeaders(scope=message)["X-Request-Id"] = own_id
             await send(message)
 
         await self._app(scope, receive, tagged)
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -15,6 +15,7 @@ from pydantic import (
 )
 
 from jaxpaged.outputs import Logprob
+from jaxpaged.server.many import Many, Messages, Tools
 from jaxpaged.server.structured import ResponseFormat, StructuredOutputsField
 from jaxpaged.server.tool_protocol import (
     AnswerToolCall,
@@ -63,8 +64,8 @@ class SamplingFields(BaseModel):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Many[str] | None = None
+    stop_token_ids: Many[int] | None = None
     ignore_eos: bool | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -73,8 +74,8 @@ class SamplingFields(BaseModel):
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: Many[int] | None = None
+    bad_words: Many[str] | None = None
     skip_reading_prefix_cache: bool | None = None
     priority: int | None = None
 
@@ -114,7 +115,7 @@ def _read_prompt(prompt: Any, read: ValidatorFunctionWrapHandler) -> Any:
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: Annotated[str | list[int] | list[str] | list[list[int]], WrapValidator(_read_prompt)]
+    prompt: Annotated[str | Many[int] | Many[str] | Many[Many[int]], WrapValidator(_read_prompt)]
     echo: bool = False
     logprobs: int | None = None
     best_of: int | None = None
@@ -126,8 +127,8 @@ class ChatMessage(BaseModel, extra="allow"):
     """A message of a chat; more fields reach the template as they are."""
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    content: str | Many[dict[str, Any]] | None = None
+    tool_calls: Many[MessageToolCall] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # the same by its newer name
 
@@ -135,12 +136,12 @@ class ChatMessage(BaseModel, extra="allow"):
 class ChatTemplateFields(BaseModel):
     """How a chat becomes a prompt."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Messages[ChatMessage] = Field(min_length=1)
     add_generation_prompt: bool | None = None  # None: unless the last message is continued
     continue_final_message: bool = False
     add_special_tokens: bool = False
-    tools: list[Tool] | None = None
-    documents: list[dict[str, Any]] | None = None
+    tools: Tools[Tool] | None = None
+    documents: Many[dict[str, Any]] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -179,7 +180,7 @@ class DetokenizeRequest(BaseModel):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Many[int]
 
 
 # -- responses -----------------------------------------------------------------------------------

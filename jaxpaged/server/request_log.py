@@ -22,9 +22,15 @@ ROUTINE = ("/health", "/ping", "/metrics", "/engine_state")  # asked every few s
 
 
 def without_routine(entry: logging.LogRecord) -> bool:
-    """A filter of uvicorn's access log: leaves out what probes, Prometheus and the page ask."""
-    path = str(entry.args[2]) if isinstance(entry.args, tuple) and len(entry.args) > 2 else ""
-    return not path.partition("?")[0].endswith(ROUTINE)
+    """A filter of uvicorn's access log: leaves out what probes, Prometheus and the page ask, and
+    queries, which may hold anything.
+    """
+    if not isinstance(entry.args, tuple) or len(entry.args) < 3:
+        return True
+    client, method, target, *rest = entry.args
+    path = str(target).partition("?")[0]
+    entry.args = (client, method, path, *rest)
+    return not path.endswith(ROUTINE)
 
 
 def log_request(times: RequestTimes) -> Callable[[str], None]:

@@ -25,7 +25,8 @@ class StoredResponse:
 
     @property
     def size(self) -> int:
-        texts = [str(message.content) for message in self.conversation]
+        # Calls count too; as Python's text, for it may hold half of a surrogate pair.
+        texts = [str(message.model_dump(exclude_none=True)) for message in self.conversation]
         texts.append(self.response.model_dump_json())
         return OVERHEAD + sum(4 * len(text) for text in texts)
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
+from jaxpaged.server.many import Many, Messages, Tools
 from jaxpaged.server.protocol import GenerationRequest, TokenLogprob, omitted
 
 
@@ -15,12 +16,12 @@ class InputItem(BaseModel, extra="allow"):
 
     type: str = "message"
     role: str | None = None
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Many[dict[str, Any]] | None = None
     # Of function_call and function_call_output.
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[dict[str, Any]] | None = None
+    output: str | Many[dict[str, Any]] | None = None
 
 
 class TextFormat(BaseModel, extra="allow"):
@@ -76,7 +77,7 @@ class ResponsesRequest(GenerationRequest):
             form = {"type": "json_schema", "json_schema": inner}
         return {**fields, "response_format": form}
 
-    input: str | list[InputItem]
+    input: str | Messages[InputItem]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None  # None: yes
@@ -84,11 +85,11 @@ class ResponsesRequest(GenerationRequest):
     metadata: dict[str, str] | None = Field(None, max_length=16)
     text: TextSettings | None = None
     reasoning: Reasoning | None = None
-    include: list[str] | None = None
+    include: Many[str] | None = None
     top_logprobs: int | None = Field(None, ge=0)
     chat_template_kwargs: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    tools: list[ResponsesTool] | None = None
+    tools: Tools[ResponsesTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     prompt_cache_key: str | None = None  # accepted, unused: every prefix is cached
     safety_identifier: str | None = None  # accepted, unused

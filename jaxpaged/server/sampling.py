@@ -43,9 +43,13 @@ def sampling_params(
     }
     if request.logit_bias is not None:
         named["logit_bias"] = _bias(request.logit_bias, context.engine.info.vocab_size)
-    named["structured_outputs"] = structured_outputs(
-        request.response_format, request.structured_outputs
-    )
+    form = structured_outputs(request.response_format, request.structured_outputs)
+    if form is not None and "structured_outputs" in overrides:  # of calls
+        name = "response_format" if request.structured_outputs is None else "structured_outputs"
+        raise BadRequestError(
+            f"{name} cannot be used with a tool_choice that makes the whole answer calls", name
+        )
+    named["structured_outputs"] = form
     values = {**context.engine.sampling_defaults, "max_tokens": None, **named, **overrides}
     try:
         return SamplingParams(**values)

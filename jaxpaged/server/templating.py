@@ -59,12 +59,11 @@ async def chat_prompt(
             )
     variables = {**(context.config.default_chat_template_kwargs or {}), **given}
     tokenizer = context.tokenizer
-    messages = _named([_plain(message) for message in fields.messages])
-    offered = [tool.model_dump(exclude_unset=True) for tool in tools or ()]
 
     def render() -> ChatPrompt:
+        offered = [tool.model_dump(exclude_unset=True) for tool in tools or ()]
         text = tokenizer.render_chat(
-            messages,
+            _named([_plain(message) for message in fields.messages]),
             add_generation_prompt=fields.add_generation_prompt,
             continue_final_message=fields.continue_final_message,
             chat_template=fields.chat_template or context.chat_template,
@@ -75,7 +74,7 @@ async def chat_prompt(
         token_ids = tokenizer.encode(text, add_special_tokens=fields.add_special_tokens)
         return ChatPrompt(text, token_ids)
 
-    # A template may be long or a client's own: the others' tokens don't wait for it.
+    # A chat may be long and a template a client's own: the others' tokens don't wait for it.
     return await asyncio.to_thread(render)
 
 

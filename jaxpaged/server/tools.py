@@ -48,11 +48,12 @@ class ToolUse:
         """
         if self.enforced:
             try:
-                return {"structured_outputs": StructuredOutputs(json=self._schema())}
+                form = StructuredOutputs(json=self._schema())
             except RecursionError:
                 raise BadRequestError(
                     "a tool's parameters are nested too deeply", "tools"
                 ) from None
+            return {"structured_outputs": form, "stop": ()}  # no string cuts a call
         # Some models mark calls with special tokens.
         return {"skip_special_tokens": False} if self.choice == "auto" else {}
 

@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax.numpy as jnp
 import pytest
 
@@ -41,3 +43,8 @@ def test_a_page_costs_what_its_arrays_hold() -> None:
     arrays = kv.zeros()
     assert [array.shape for array in arrays] == [(5, 2, 2, 16, 8)] * 2
     assert kv.page_bytes * kv.num_pages == sum(array.nbytes for array in arrays)
+
+
+def test_devices_that_share_the_heads_share_the_cost() -> None:
+    kv = spec((None,))
+    assert dataclasses.replace(kv, num_devices=2).page_bytes * 2 == kv.page_bytes

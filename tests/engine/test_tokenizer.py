@@ -4,13 +4,14 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from tiny_tokenizer import ASSISTANT, BOS, END, USER
 
 from jaxpaged.engine.errors import BadRequestError
-from jaxpaged.engine.tokenizer import Tokenizer, generation_defaults
+from jaxpaged.engine.tokenizer import LONG, Tokenizer, generation_defaults
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -23,6 +24,27 @@ def folder(tokenizer_folder: Path, tmp_path: Path) -> Path:
 def test_a_text_gets_one_bos(tokenizer: Tokenizer):
     assert tokenizer.encode("hello").count(BOS) == 1
     assert BOS not in tokenizer.encode("hello", add_special_tokens=False)
+
+
+def test_a_long_text_there_and_back(tokenizer: Tokenizer):
+    text = "hello the quick 😀 " * 200
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    assert len(token_ids) > LONG
+    assert tokenizer.decode(token_ids) == text
+
+
+def test_a_long_text_lets_other_threads_run(tokenizer: Tokenizer):
+    """The event loop's thread among them."""
+    ticks, done = 0, threading.Event()
+
+    def encode():
+        tokenizer.encode("hello the quick " * 100_000)
+        done.set()
+
+    threading.Thread(target=encode).start()
+    while not done.wait(0.001):
+        ticks += 1
+    assert ticks > 20
 
 
 def test_a_chat_gets_one_bos_from_its_template(tokenizer: Tokenizer):

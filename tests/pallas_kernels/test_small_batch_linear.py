@@ -53,16 +53,16 @@ def expected(
 @pytest.mark.parametrize(
     ("options", "config"),
     [
-        ({}, WHOLE),
-        ({}, SPLIT),
-        ({"residual_TF"}, SPLIT),
-        ({"norm", "bias"}, WHOLE),
-        ({"norm", "activation"}, WHOLE),
-        ({"bias", "activation", "residual_TF"}, SPLIT),
+        ((), WHOLE),
+        ((), SPLIT),
+        (("residual_TF",), SPLIT),
+        (("norm", "bias"), WHOLE),
+        (("norm", "activation"), WHOLE),
+        (("bias", "activation", "residual_TF"), SPLIT),
     ],
     ids=str,
 )
-def test_agrees_with_float64(T: int, options: set[str], config: TuningConfig) -> None:
+def test_agrees_with_float64(T: int, options: tuple[str, ...], config: TuningConfig) -> None:
     out = (2, F) if "activation" in options else (F,)
     x_TD, kernel = bf16(T, D), bf16(D, *out, scale=D**-0.5)
     every: dict[str, Any] = {

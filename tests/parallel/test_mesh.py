@@ -7,7 +7,7 @@ from paged_runner import make_decoder
 from tiny_models import CONFIGS
 
 from jaxpaged.models.decoder import abstract_params
-from jaxpaged.parallel.mesh import make_mesh
+from jaxpaged.parallel.mesh import make_mesh, model_mesh
 from jaxpaged.parallel.sharding import kv_pages_sharding, param_shardings, replicated
 
 # Sharding rules need the mesh's shape, not its devices.
@@ -23,6 +23,12 @@ def test_axes_are_left_to_xla() -> None:
 def test_too_few_devices_are_counted() -> None:
     with pytest.raises(ValueError, match="2 x 64 devices are needed, 1 are present"):
         make_mesh(data=2, model=64, devices=jax.devices()[:1])
+
+
+def test_one_device_has_no_mesh_and_too_many_are_refused() -> None:
+    assert model_mesh(1) is None
+    with pytest.raises(ValueError, match=r"--tensor-parallel-size 64 needs .* shows 1 \(cpu\)"):
+        model_mesh(64)
 
 
 def test_what_is_split_and_what_is_whole() -> None:

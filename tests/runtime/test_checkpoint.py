@@ -35,6 +35,7 @@ def converted(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(folder: Path, config: dict[str, Any] = CONFIG, **options: Any) -> dict[str, Any]:
     model = make_decoder(config, dtype=options.pop("dtype", jnp.bfloat16))
+    model = model.clone(mesh=options.pop("mesh", None))
     return flatten_dict(load_params(folder, model, progress=False, **options), sep="/")
 
 

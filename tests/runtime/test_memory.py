@@ -1,7 +1,10 @@
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from jaxpaged.config import GIB
-from jaxpaged.runtime.memory import PageNeeds, check_model_len, page_budget
+from jaxpaged.runtime.memory import PageNeeds, check_model_len, page_budget, scarcest_memory
 
 
 def test_windowed_groups_need_their_window_and_a_chunk_only() -> None:
@@ -53,3 +56,13 @@ def test_no_room_names_the_utilization_that_would_do() -> None:
         budget({"bytes_limit": 100 * GIB, "bytes_in_use": 99 * GIB}, step_temporary_bytes=2 * GIB)
     with pytest.raises(ValueError, match="does not fit this device"):
         budget({"bytes_limit": 100 * GIB, "bytes_in_use": 130 * GIB})
+
+
+def test_the_fullest_device_counts() -> None:
+    def device(in_use: int | None) -> Any:
+        stats = None if in_use is None else {"bytes_limit": 9, "bytes_in_use": in_use}
+        return SimpleNamespace(memory_stats=lambda: stats)
+
+    fullest = scarcest_memory([device(2), device(5), device(3)])
+    assert fullest is not None and fullest["bytes_in_use"] == 5
+    assert scarcest_memory([device(None)]) is None

@@ -31,7 +31,8 @@ def save(folder: Path, tensors: Tensors, config: dict[str, Any] = CONFIG) -> Pat
 
 def load(folder: Path, config: dict[str, Any] = CONFIG, **options: Any) -> Tensors:
     dtype = options.pop("dtype", jnp.float32)
-    params = load_params(folder, make_decoder(config, dtype=dtype), progress=False, **options)
+    model = make_decoder(config, dtype=dtype).clone(mesh=options.pop("mesh", None))
+    params = load_params(folder, model, progress=False, **options)
     return flatten_dict(params, sep="/")
 
 

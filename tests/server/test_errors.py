@@ -7,7 +7,8 @@ import pytest
 from fake_server import Server
 from http_checks import check_error
 
-from jaxpaged.server.errors import error_body
+from jaxpaged.server.errors import MAX_MESSAGE, anthropic_error_body, error_body
+from jaxpaged.server.many import MAX_MESSAGES, MAX_TOOLS
 
 JSON = {"Content-Type": "application/json"}
 
@@ -62,3 +63,46 @@ def test_the_first_field_at_fault_is_named(server: Server):
     body = {"prompt": "x", "stop": {"a": 1}, "logit_bias": {"5": "x"}}
     error = check_error(server.post("/v1/completions", **body), 400, "stop:", "logit_bias:")
     assert error["param"] == "stop"
+
+
+def test_an_error_tells_of_a_few_places(server: Server):
+    messages = [{"role": 1}] * 1000
+    error = check_error(server.post("/v1/chat/completions", messages=messages), 400, "messages.0")
+    assert "messages.1" not in error["message"]
+    assert error["param"] == "messages"
+    bias = {str(token_id): "x" for token_id in range(1000)}
+    error = check_error(server.post("/v1/completions", prompt="x", logit_bias=bias), 400)
+    assert len(error["message"]) < MAX_MESSAGE
+    assert error["param"] == "logit_bias"
+
+
+HELLO = {"role": "user", "content": "hello"}
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "item", "count"),
+    [
+        ("/v1/chat/completions", "messages", HELLO, MAX_MESSAGES),
+        ("/v1/messages", "messages", HELLO, MAX_MESSAGES),
+        ("/v1/responses", "input", HELLO, MAX_MESSAGES),
+        (
+            "/v1/chat/completions",
+            "tools",
+            {"type": "function", "function": {"name": "f"}},
+            MAX_TOOLS,
+        ),
+        ("/v1/messages", "tools", {"name": "f"}, MAX_TOOLS),
+        ("/v1/responses", "tools", {"type": "function", "name": "f"}, MAX_TOOLS),
+    ],
+)
+def test_too_many(server: Server, path: str, field: str, item: dict, count: int):
+    others = {"messages": [HELLO], "input": "x", "max_tokens": 1}
+    answer = server.post(path, **{**others, field: [item] * (count + 1)})
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    assert field in message and str(count) in message
+
+
+def test_an_error_is_no_echo():
+    for body in (error_body(400, "x" * 10**6), anthropic_error_body(400, "x" * 10**6)):
+        assert len(json.loads(body)["error"]["message"]) == MAX_MESSAGE + len("...")

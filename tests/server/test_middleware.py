@@ -15,7 +15,7 @@ KEY = {"Authorization": "Bearer second"}
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[Server]:
-    flags = ["--skip-tokenizer-init", "--api-key", "first", "second"]
+    flags = ["--skip-tokenizer-init", "--api-key", "first", "second", "première à"]
     flags += ["--max-request-bytes", "1000", "--enable-request-id-headers", "--enable-log-requests"]
     flags += ["--allowed-origins", ORIGIN, "--metrics-prefix", "vllm", "--root-path", "/llm"]
     with running(*flags) as server:
@@ -41,9 +41,11 @@ def test_everything_else_does(guarded: Server, path: str, header: str | None):
     assert answer.headers["www-authenticate"] == "Bearer"
 
 
-@pytest.mark.parametrize("header", ["Bearer first", "Bearer second", "bearer second"])
+@pytest.mark.parametrize(
+    "header", ["Bearer first", "Bearer second", "bearer second", "Bearer première à"]
+)
 def test_each_key_opens(guarded: Server, header: str):
-    assert guarded.get("/v1/models", headers={"Authorization": header}).status_code == 200
+    assert guarded.get("/v1/models", headers={"Authorization": header.encode()}).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics"])
@@ -90,6 +92,11 @@ def test_request_ids_come_back(guarded: Server):
     headers = {**KEY, "X-Request-Id": "mine"}
     answer = httpx.post(guarded.url + "/v1/completions", json=body, headers=headers)
     assert answer.json()["id"] == "cmpl-mine"
+    for long in ("x" * 257, "two words"):
+        headers = {**KEY, "X-Request-Id": long}
+        answer = httpx.post(guarded.url + "/v1/completions", json=body, headers=headers)
+        assert len(answer.json()["id"]) == len("cmpl-") + 32
+        assert len(answer.headers["x-request-id"]) == 32
     eventually(lambda: any('"request_id":"cmpl-mine"' in line for line in guarded.lines))
 
 

@@ -71,7 +71,7 @@ def test_a_line_for_each_request_without_its_texts(told: Server):
     assert line["finish_reason"] == "length" and line["cached_tokens"] == 2
     assert 0 <= line["time_to_first_token"] <= line["total_time"]
     told.get("/engine_state", headers=KEY)
-    told.get("/v1/models", headers=KEY)
+    told.get("/v1/models?key=sesame", headers=KEY)
     eventually(lambda: any('"GET /v1/models' in line for line in told.lines))
     log = "".join(told.lines)
     assert "/engine_state" not in log  # the page asks it three times a second

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from jaxpaged.server.dialogue import said
+from jaxpaged.server.parsing.calls import ToolCall
 from jaxpaged.server.protocol import ChatMessage
 from jaxpaged.server.response_store import OVERHEAD, ResponseStore, StoredResponse
 from jaxpaged.server.responses_protocol import Reasoning, ResponsesResponse, TextSettings
@@ -30,6 +32,13 @@ def test_what_is_larger_than_the_store_is_not_kept():
     store.put(stored("small"))
     store.put(stored("large", "x" * 20 * OVERHEAD))
     assert store.get("large") is None and store.get("small") is not None
+
+
+def test_arguments_of_calls_count():
+    arguments = "x" * OVERHEAD
+    call = said("", [ToolCall("f", arguments, "call_1")])
+    size = StoredResponse(stored("a").response, [call]).size
+    assert size > stored("a").size + len(arguments)
 
 
 def test_time_passes():

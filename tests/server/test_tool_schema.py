@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from llguidance import LLTokenizer
 
+from jaxpaged.engine.errors import BadRequestError
 from jaxpaged.grammar import compile_grammar, grammar_text
 from jaxpaged.sampling_params import StructuredOutputs
 from jaxpaged.server.tool_protocol import FunctionDefinition
@@ -59,3 +60,32 @@ def test_arguments():
     assert matches(arguments_schema(FUNCTIONS[0]), {"left": {}})
     assert matches(arguments_schema(FUNCTIONS[2]), {})
     assert not matches(arguments_schema(FUNCTIONS[2]), {"x": 1})
+
+
+def test_arguments_are_an_object_though_nothing_says_so():
+    untyped = FunctionDefinition(name="f", parameters={"properties": {"x": {"type": "integer"}}})
+    assert matches(arguments_schema(untyped), {"x": 1})
+    for wrong in ({"x": "1"}, 7, []):
+        assert not matches(arguments_schema(untyped), wrong)
+        calls = calls_schema([untyped], single=True)
+        assert not matches(calls, [{"name": "f", "parameters": wrong}])
+
+
+def test_arguments_that_are_no_object():
+    with pytest.raises(BadRequestError, match="'f' must have the type 'object', got 'array'"):
+        arguments_schema(FunctionDefinition(name="f", parameters={"type": "array"}))
+
+
+def test_data_and_names_stay_as_they_are():
+    parameters = {
+        "$id": "https://example.org/f",
+        "properties": {
+            "const": {"$ref": "#/$defs/$id"},
+            "data": {"const": {"$ref": "#/x"}},
+        },
+        "required": ["const", "data"],
+        "$defs": {"$id": {"type": "integer"}},
+    }
+    schema = calls_schema([FunctionDefinition(name="f", parameters=parameters)], single=True)
+    call = {"name": "f", "parameters": {"const": 1, "data": {"$ref": "#/x"}}}
+    assert matches(schema, [call])

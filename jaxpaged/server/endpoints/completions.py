@@ -68,6 +68,8 @@ async def _prepare(
         shown_logprobs=body.logprobs,
     )
     generation.counter.prompt_only = only_prompt
+    for item in generation.requests:
+        item.prompt_only = only_prompt
     texts = [""] * len(prompts)
     if body.echo:
         texts = [

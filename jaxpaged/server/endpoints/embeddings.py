@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import sys
-import uuid
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +22,7 @@ from jaxpaged.server.embeddings_protocol import (
     EmbeddingResponse,
     EmbeddingUsage,
 )
+from jaxpaged.server.request_id import request_id
 from jaxpaged.server.streaming import merge, unless_gone
 
 router = APIRouter(tags=["OpenAI"])
@@ -41,12 +41,12 @@ async def create_embeddings(
             "to cut them needs a model that was trained for it",
             "dimensions",
         )
-    request_id = body.request_id or request.headers.get("x-request-id") or uuid.uuid4().hex
-    requests = await _prepare(body, context, f"embd-{request_id}")
+    answer_id = f"embd-{body.request_id or request_id(request.headers)}"
+    requests = await _prepare(body, context, answer_id)
     vectors = await unless_gone(request, _embed(context, requests))
     tokens = sum(len(item.prompt_token_ids) for item in requests)
     return EmbeddingResponse(
-        id=f"embd-{request_id}",
+        id=answer_id,
         model=context.model_name,
         data=[
             Embedding(index=index, embedding=_encode(vector, body.encoding_format))
@@ -57,7 +57,7 @@ async def create_embeddings(
 
 
 async def _prepare(
-    body: EmbeddingRequest, context: ServerContext, request_id: str
+    body: EmbeddingRequest, context: ServerContext, answer_id: str
 ) -> list[AddRequest]:
     """Tokenize and check every input before any is queued."""
     given: Any = body.input
@@ -73,7 +73,7 @@ async def _prepare(
                 await context.engine.prepare(
                     one,
                     params,
-                    f"{request_id}-{place}",
+                    f"{answer_id}-{place}",
                     add_special_tokens=body.add_special_tokens,
                     truncate_prompt_tokens=body.truncate_prompt_tokens,
                     default_max_tokens=1,
@@ -83,11 +83,18 @@ async def _prepare(
             )
             await asyncio.sleep(0)  # the others' tokens don't wait for a large batch
     except BadRequestError as error:
-        param = "input" if error.param == "prompt" else error.param
-        raise BadRequestError(error.message, param) from None
+        raise _of_input(error) from None
     except ValueError as error:
         raise BadRequestError(str(error), "priority") from None
     return requests
+
+
+def _of_input(error: BadRequestError) -> BadRequestError:
+    """The engine speaks of prompts and outputs; here there are inputs."""
+    if error.param not in ("prompt", "max_tokens"):
+        return error
+    message = error.message.replace("prompt or max_tokens", "input").replace("prompt", "input")
+    return BadRequestError(message, "input")
 
 
 async def _embed(context: ServerContext, requests: Sequence[AddRequest]) -> list[bytes]:

@@ -12,6 +12,7 @@ router = APIRouter(tags=["operation"])
 
 
 @router.get("/health", response_class=Response)
+@router.head("/health", include_in_schema=False)
 async def health(context: Context) -> Response:
     """200 while the engine lives, 503 after."""
     if context.engine.dead is not None:
@@ -20,6 +21,7 @@ async def health(context: Context) -> Response:
 
 
 @router.get("/ping", response_class=Response)
+@router.head("/ping", include_in_schema=False)
 @router.post("/ping", response_class=Response)
 async def ping(context: Context) -> Response:
     """The same, by the name that SageMaker asks for."""

@@ -68,10 +68,8 @@ async def _prepare(request: Request, context: ServerContext, body: MessagesReque
     if body.prompt_logprobs is not None:
         raise BadRequestError("prompt_logprobs are not told at /v1/messages", "prompt_logprobs")
     tools = tool_use(body, context)
-    overrides: dict[str, Any] = {**tools.overrides}
-    if body.stop_sequences is not None:
-        overrides["stop"] = body.stop_sequences
-    params = sampling_params(body, context, **overrides)
+    stop = {} if body.stop_sequences is None else {"stop": body.stop_sequences}
+    params = sampling_params(body, context, **{**stop, **tools.overrides})
     template = template_fields(body, body.chat_template_kwargs, context)
     prompt = await chat_prompt(template, context, tools.offered)
     last = template.messages[-1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import APIRouter
 
 from jaxpaged.engine.errors import BadRequestError
@@ -26,14 +28,17 @@ async def tokenize(
     context.check_model(body.model)
     tokenizer = context.tokenizer
     if isinstance(body, TokenizeTextRequest):
-        token_ids = tokenizer.encode(body.prompt, body.add_special_tokens)
+        token_ids = await asyncio.to_thread(tokenizer.encode, body.prompt, body.add_special_tokens)
     else:
         token_ids = await chat_token_ids(body, context)
+    spellings = None
+    if body.return_token_strs:
+        spellings = await asyncio.to_thread(lambda: [tokenizer.token(i) for i in token_ids])
     return TokenizeResponse(
         count=len(token_ids),
         max_model_len=context.engine.info.max_model_len,
         tokens=token_ids,
-        token_strs=[tokenizer.token(i) for i in token_ids] if body.return_token_strs else None,
+        token_strs=spellings,
     )
 
 
@@ -49,4 +54,4 @@ async def detokenize(body: DetokenizeRequest, context: Context) -> DetokenizeRes
                 f"{vocab - 1}",
                 "tokens",
             )
-    return DetokenizeResponse(prompt=context.tokenizer.decode(body.tokens))
+    return DetokenizeResponse(prompt=await asyncio.to_thread(context.tokenizer.decode, body.tokens))

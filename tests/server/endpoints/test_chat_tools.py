@@ -33,7 +33,7 @@ def function(name: str, parameters: dict[str, Any]) -> Any:
 
 
 TOOLS = [function("f", SCHEMA), function("g", SCHEMA)]
-BROKEN = function("f", {"type": "nonsense"})
+BROKEN = function("f", {"properties": {"x": {"type": "nonsense"}}})
 NAMED: Any = {"type": "function", "function": {"name": "g"}}
 
 
@@ -140,7 +140,7 @@ def test_a_call_that_a_grammar_enforced(tool_server: Server):
     text = '<think>so</think>\n[{"name": "f", "parameters": {"x": 1}}]'
     choice = ask(tool_server, text, tools=TOOLS, tool_choice="required")
     assert (choice["message"]["reasoning"], called(choice)) == ("so", [("f", {"x": 1})])
-    choice = ask(tool_server, '{"x": 1}', tools=TOOLS, tool_choice=NAMED)
+    choice = ask(tool_server, '{"x": 1}', tools=TOOLS, tool_choice=NAMED, stop='"x"')
     assert called(choice) == [("g", {"x": 1})]
     assert choice["finish_reason"] == "tool_calls"
 
@@ -212,6 +212,16 @@ def test_what_the_template_gets(tool_server: Server):
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, ["tools.0.function.name"]),
         ({"tools": [BROKEN], "tool_choice": "required"}, ["constrained", "nonsense"]),
         ({"tools": [function("f", DEEP)], "tool_choice": "required"}, ["too deeply"]),
+        ({"tools": [function("f", {"type": "array"})], "tool_choice": NAMED}, ["'g'"]),
+        ({"tools": [function("g", {"type": "array"})], "tool_choice": NAMED}, ["'object'"]),
+        (
+            {"tools": TOOLS, "tool_choice": NAMED, "response_format": {"type": "json_object"}},
+            ["response_format", "tool_choice"],
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}},
+            ["structured_outputs", "tool_choice"],
+        ),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "c"}]}]}, ["function"]),
     ],
 )

@@ -131,12 +131,14 @@ def test_echo_with_logprobs(server: Server, streamed: bool):
 
 
 def test_echo_of_the_prompt_alone(server: Server):
+    counted = server.metric("generation_tokens_total")
     answer = complete(server, prompt="the quick", echo=True, logprobs=0, max_tokens=0)
     choice = answer["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("the quick", "length")
     assert len(choice["logprobs"]["tokens"]) == answer["usage"]["prompt_tokens"]
     assert answer["usage"]["completion_tokens"] == 0
     check_error(server.post(PATH, prompt="x", max_tokens=0), 400, param="max_tokens")
+    assert server.metric("generation_tokens_total") == counted
 
 
 def test_what_vllm_adds(server: Server):

@@ -83,6 +83,7 @@ def test_metrics(server: Server):
         ({"input": ["a", 5]}, ["an input is"]),
         ({"input": ["a"] * 2049}, ["2048"]),
         ({"input": [VOCAB]}, [str(VOCAB), "vocabulary"]),
+        ({"input": [5] * MAX_MODEL_LEN}, [str(MAX_MODEL_LEN)]),
         ({"input": [5] * 300}, [str(MAX_MODEL_LEN), "300"]),
         ({"input": "", "add_special_tokens": False}, ["empty"]),
         ({"dimensions": 2}, ["dimensions 2", "4"]),
@@ -94,4 +95,6 @@ def test_metrics(server: Server):
 def test_bad_requests(server: Server, body: dict[str, Any], words: list[str]):
     error = check_error(server.post(PATH, **{"input": [5], **body}), 400, *words)
     assert error["param"] == next(iter(body))
+    if error["param"] == "input":
+        assert "prompt" not in error["message"] and "max_tokens" not in error["message"]
     check_error(server.post(PATH, model="nope", input=[5]), 404, "nope")

@@ -10,6 +10,8 @@ def test_alive(server: Server):
     assert server.get("/health").status_code == 200
     assert server.get("/ping").status_code == 200
     assert httpx.post(f"{server.url}/ping").status_code == 200
+    for path in ("/health", "/ping"):
+        assert httpx.head(server.url + path).status_code == 200
 
 
 def test_version(server: Server):

@@ -62,6 +62,7 @@ CASES = [
     ("hermes", T + '{"name": "f", "arguments": [1]}', T + '{"name": "f", "arguments": [1]}', []),
     ("hermes", T + '{"name": "f", "arguments": {"a": 01}}' + E, None, []),
     ("hermes", T + '{"name": "f", "arguments": {"a": NaN}}' + E, None, []),
+    ("hermes", T + '{"name": "f", "arguments": {"a": 1e999}}' + E, None, []),
     ("hermes", T + '{"name": "", "arguments": {}}' + E, None, []),
     ("hermes", T + '{"name": "f", "arguments": ' + '{"a":' * 5000 + "1" + "}" * 5001 + E, None, []),
     ("hermes", T + '{"name": "f", "arguments": "oops"}' + E, None, []),

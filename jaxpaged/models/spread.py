@@ -1,0 +1,57 @@
+"""Makes a model's axes divide by the devices that share it; what is stored stays as it is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from jaxpaged.models.spec import ModelSpec
+
+MASK_BITS = 32  # tokens to a word of the sampler's masks: a device has whole words
+
+
+def spread_spec(spec: ModelSpec, num_devices: int) -> ModelSpec:
+    """The model with KV heads copied and its vocabulary padded until both divide.
+
+    Query heads lie with their KV head, so too few KV heads are copied, each copy with a part of
+    the queries; a device then holds the keys and values that its queries need.
+
+    Raises:
+        ValueError: query heads or the MLP do not divide; names them and the numbers that would do.
+    """
+    if num_devices == 1:
+        return spec
+    sizes = {"num_attention_heads": spec.num_heads, "intermediate_size": spec.ffn}
+    uneven = [f"{name} ({size})" for name, size in sizes.items() if size % num_devices]
+    if uneven:
+        most = math.gcd(*sizes.values())
+        fitting = [str(n) for n in range(1, most + 1) if most % n == 0]
+        raise ValueError(
+            f"--tensor-parallel-size {num_devices} does not divide this model's "
+            f"{' and '.join(uneven)}; what does: {', '.join(fitting)}"
+        )
+    num_kv_heads = math.lcm(spec.num_kv_heads, num_devices)
+    return replace(
+        spec,
+        num_kv_heads=num_kv_heads,
+        kv_copies=num_kv_heads // spec.num_kv_heads,
+        vocab_padding=-spec.vocab % (MASK_BITS * num_devices),
+    )
+
+
+def spread_leaf(spec: ModelSpec, name: str, leaf: jax.Array) -> jax.Array:
+    """A leaf of the stored model as `spec` has it."""
+    if name.endswith("/table") and spec.vocab_padding:
+        return jnp.pad(leaf, ((0, spec.vocab_padding), (0, 0)))
+    if "/attention/qkv/" in name and spec.kv_copies > 1:
+        # [..., K, G + 2, H]: the queries are dealt out, key and value copied.
+        *lead, _, _, H = leaf.shape  # lead: D, or nothing where it is a bias
+        q = leaf[..., :-2, :].reshape(*lead, spec.num_kv_heads, spec.queries_per_kv_head, H)
+        kv = jnp.repeat(leaf[..., -2:, :], spec.kv_copies, axis=-3)
+        return jnp.concatenate((q, kv), axis=-2)
+    if name.endswith("/attention/o/kernel") and spec.kv_copies > 1:
+        return leaf.reshape(spec.num_kv_heads, spec.queries_per_kv_head, *leaf.shape[2:])
+    return leaf
