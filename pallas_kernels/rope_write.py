@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.flash import padded
+from pallas_kernels.rms_norm import Norm, rms_norm
 from pallas_kernels.write_kv_pages import write_kv_pages
 
 Halves = tuple[jax.Array, jax.Array]  # of rows of H, [R, padded D]
@@ -125,8 +126,10 @@ def rope_write_reference(
     dtype = qkv_TKXH.dtype
     q_TKGH, k_TKH, v_TKH = qkv_TKXH[:, :, :-2], qkv_TKXH[:, :, -2], qkv_TKXH[:, :, -1]
     if scales is not None:
-        norm = partial(_rms_norm, eps=eps, plus_one=plus_one)
-        q_TKGH, k_TKH = norm(q_TKGH, scales[0]), norm(k_TKH, scales[1])
+        q_TKGH, k_TKH = (
+            rms_norm(x, Norm(scale, eps, plus_one)).astype(dtype)
+            for x, scale in zip((q_TKGH, k_TKH), scales, strict=True)
+        )
     q_TKGH, k_TKH = (apply_rope(x, cos_TD, sin_TD).astype(dtype) for x in (q_TKGH, k_TKH))
     pages_P2KSH = write_kv_pages(k_TKH, v_TKH, pages_P2KSH, page_T, slot_T)
     return q_TKGH.reshape(T, K * (X - 2), H), pages_P2KSH
@@ -138,12 +141,6 @@ def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     cos, sin = (t.reshape(t.shape[0], *middle, t.shape[1]) for t in (cos, sin))
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1)
-
-
-def _rms_norm(x: jax.Array, scale: jax.Array, *, eps: float, plus_one: bool) -> jax.Array:
-    wide = x.astype(jnp.float32)
-    wide *= lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return (wide * (scale.astype(jnp.float32) + plus_one)).astype(x.dtype)
 
 
 def _kernel(

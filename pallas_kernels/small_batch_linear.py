@@ -14,13 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels.rms_norm import Norm
 
 MAX_ROWS = 32
 MAX_ELEMENTS = 8 << 20  # of a kernel; XLA streams larger ones as fast, and fuses as much
@@ -32,26 +34,6 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
 }
 NOT_IN_KERNELS = "gelu"  # the dialect has no erf
-
-
-class Norm(NamedTuple):
-    """Operands of a root-mean-square norm over D.
-
-    Attributes:
-        scale_D: factors, less 1 if `plus_one`.
-        eps: added to the mean square.
-    """
-
-    scale_D: jax.Array
-    eps: float
-    plus_one: bool
-
-
-def rms_norm(x: jax.Array, norm: Norm) -> jax.Array:
-    """x / rms(x) * factor over the last axis, in float32."""
-    x = x.astype(jnp.float32)
-    x *= lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + norm.eps)
-    return x * (norm.scale_D.astype(jnp.float32) + norm.plus_one)
 
 
 @dataclass(frozen=True)

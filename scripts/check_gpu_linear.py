@@ -19,7 +19,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from jaxpaged.layers.linear import Linear
-from pallas_kernels.small_batch_linear import Norm
+from pallas_kernels.rms_norm import Norm
 
 LAYERS = 28
 D, F, HEADS, QKV = 1024, 3072, 2048, 4096  # Qwen3 0.6B

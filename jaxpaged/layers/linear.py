@@ -9,11 +9,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.rms_norm import Norm, rms_norm
 from pallas_kernels.small_batch_linear import (
     ACTIVATIONS,
-    Norm,
     is_faster,
-    rms_norm,
     small_batch_linear,
 )
 

@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.small_batch_linear import Norm, rms_norm
+from pallas_kernels.rms_norm import Norm, rms_norm
 
 
 class RMSNorm(nn.Module):

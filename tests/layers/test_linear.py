@@ -9,7 +9,8 @@ import pytest
 
 from jaxpaged.layers import linear
 from jaxpaged.layers.linear import Linear
-from pallas_kernels.small_batch_linear import Norm, small_batch_linear
+from pallas_kernels.rms_norm import Norm
+from pallas_kernels.small_batch_linear import small_batch_linear
 
 SPLIT = ("kv_heads", None, None)
 RNG = np.random.default_rng(0)

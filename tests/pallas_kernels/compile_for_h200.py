@@ -18,9 +18,10 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.paged_attention_triton import paged_attention_triton
+from pallas_kernels.rms_norm import Norm
 from pallas_kernels.rope_write import rope_write
 from pallas_kernels.sample_top_k_top_p import sample_top_k_top_p
-from pallas_kernels.small_batch_linear import Norm, small_batch_linear
+from pallas_kernels.small_batch_linear import small_batch_linear
 
 TARGET = Path(__file__).parent / "h200_target.textproto"
 SHAPES = {

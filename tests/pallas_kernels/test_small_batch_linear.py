@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.rms_norm import Norm, rms_norm
 from pallas_kernels.small_batch_linear import (
     ACTIVATIONS,
-    Norm,
     TuningConfig,
     is_faster,
-    rms_norm,
     small_batch_linear,
     tuning_config,
 )
