@@ -5,12 +5,17 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from fastapi import Request
+
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.server.context import ServerContext
+from jaxpaged.server.generation import Generation, prepare
 from jaxpaged.server.parsing.answer import AnswerParser
 from jaxpaged.server.parsing.reasoning import left_open
+from jaxpaged.server.protocol import ChatTemplateFields, GenerationRequest
+from jaxpaged.server.templating import chat_prompt, continued_text
 from jaxpaged.server.thinking import Thinking
-from jaxpaged.server.tools import ToolUse
+from jaxpaged.server.tools import ToolUse, named_as_tools
 
 
 @dataclass(frozen=True)
@@ -54,3 +59,41 @@ def plan_answers(
     if widened is None:
         return AnswerPlan(params, tools, None)
     return AnswerPlan(dataclasses.replace(params, structured_outputs=widened), tools, thinking)
+
+
+async def prepare_chat(
+    request: Request,
+    context: ServerContext,
+    body: GenerationRequest,
+    template: ChatTemplateFields,
+    params: SamplingParams,
+    tools: ToolUse,
+    *,
+    kind: str,
+    default_max_tokens: int | None,
+    shown_logprobs: int | None,
+) -> tuple[Generation, AnswerPlan]:
+    """Render a conversation and get ready to answer it.
+
+    Args:
+        template: the conversation; the rest as `plan_answers` and `generation.prepare`.
+
+    Raises:
+        BadRequestError: the template refuses the conversation, or as `generation.prepare`.
+        ClientGoneError: as `generation.prepare`.
+    """
+    prompt = await chat_prompt(template, context, tools.offered)
+    plan = plan_answers(context, params, tools, prompt.text, continued_text(template))
+    with named_as_tools(tools):
+        generation = await prepare(
+            request,
+            context,
+            body,
+            [prompt.token_ids],
+            plan.params,
+            kind=kind,
+            add_special_tokens=False,  # they are ids already
+            default_max_tokens=default_max_tokens,
+            shown_logprobs=shown_logprobs,
+        )
+    return generation, plan

@@ -83,6 +83,15 @@ async def chat_token_ids(fields: ChatTemplateFields, context: ServerContext) -> 
     return (await chat_prompt(fields, context, fields.tools)).token_ids
 
 
+def continued_text(fields: ChatTemplateFields) -> str | None:
+    """The text of the last message if the answer continues it.
+
+    Raises:
+        BadRequestError: as `content_text`.
+    """
+    return content_text(fields.messages[-1]) if fields.continue_final_message else None
+
+
 def content_text(message: ChatMessage) -> str:
     """The text of a message: as it is, or its text parts.
 

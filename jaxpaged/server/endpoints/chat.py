@@ -10,9 +10,9 @@ from fastapi import APIRouter, Request, Response
 
 from jaxpaged.engine.errors import BadRequestError
 from jaxpaged.outputs import CompletionOutput
-from jaxpaged.server.answers import AnswerPlan, plan_answers
+from jaxpaged.server.answers import AnswerPlan, prepare_chat
 from jaxpaged.server.context import Context, ServerContext
-from jaxpaged.server.generation import Generation, prepare
+from jaxpaged.server.generation import Generation
 from jaxpaged.server.logprobs import write_prompt_logprobs
 from jaxpaged.server.parsing.answer import AnswerParser, Parts
 from jaxpaged.server.parsing.calls import ToolCall
@@ -28,9 +28,9 @@ from jaxpaged.server.protocol import (
 )
 from jaxpaged.server.sampling import refuse_unsupported, sampling_params
 from jaxpaged.server.streaming import DONE, STREAMED, event, respond
-from jaxpaged.server.templating import chat_prompt, content_text
+from jaxpaged.server.templating import continued_text
 from jaxpaged.server.tool_protocol import AnswerToolCall, DeltaToolCall, FunctionCall
-from jaxpaged.server.tools import named_as_tools, read_tools
+from jaxpaged.server.tools import read_tools
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -57,27 +57,23 @@ async def _prepare(request: Request, context: ServerContext, body: ChatCompletio
     if body.max_completion_tokens is not None:
         overrides["max_tokens"] = body.max_completion_tokens
     params = sampling_params(body, context, **overrides)
-    prompt = await chat_prompt(body, context, tools.offered)
-    last = body.messages[-1]
-    continued = content_text(last) if body.continue_final_message else None
-    plan = plan_answers(context, params, tools, prompt.text, continued)
-    with named_as_tools(tools):
-        generation = await prepare(
-            request,
-            context,
-            body,
-            [prompt.token_ids],
-            plan.params,
-            kind="chatcmpl",
-            add_special_tokens=False,  # they are ids already
-            default_max_tokens=context.engine.sampling_defaults.get("max_tokens"),
-            shown_logprobs=shown_logprobs,
-        )
+    generation, plan = await prepare_chat(
+        request,
+        context,
+        body,
+        body,
+        params,
+        tools,
+        kind="chatcmpl",
+        default_max_tokens=context.engine.sampling_defaults.get("max_tokens"),
+        shown_logprobs=shown_logprobs,
+    )
+    continued = continued_text(body)
     return _Chat(
         generation,
         body,
         plan,
-        role=context.config.response_role if continued is None else last.role,
+        role=context.config.response_role if continued is None else body.messages[-1].role,
         echoed=(continued or "") if body.echo else "",
     )
 

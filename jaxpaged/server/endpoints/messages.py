@@ -12,10 +12,10 @@ from msgspec import json
 
 from jaxpaged.engine.errors import BadRequestError, RequestFailedError
 from jaxpaged.outputs import CompletionOutput
-from jaxpaged.server.answers import plan_answers
+from jaxpaged.server.answers import prepare_chat
 from jaxpaged.server.context import Context, ServerContext
 from jaxpaged.server.errors import anthropic_error_body
-from jaxpaged.server.generation import Generation, prepare
+from jaxpaged.server.generation import Generation
 from jaxpaged.server.messages_input import template_fields, tool_use
 from jaxpaged.server.messages_protocol import (
     AnthropicErrorResponse,
@@ -34,8 +34,7 @@ from jaxpaged.server.parsing.answer import AnswerParser
 from jaxpaged.server.parsing.runs import Change, Run, Runs
 from jaxpaged.server.sampling import refuse_unsupported, sampling_params
 from jaxpaged.server.streaming import STREAMED, event, respond
-from jaxpaged.server.templating import chat_prompt, content_text
-from jaxpaged.server.tools import named_as_tools
+from jaxpaged.server.templating import chat_prompt
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     code: {"model": AnthropicErrorResponse} for code in (400, 401, 404, 413, 500, 503)
@@ -71,22 +70,17 @@ async def _prepare(request: Request, context: ServerContext, body: MessagesReque
     stop = {} if body.stop_sequences is None else {"stop": body.stop_sequences}
     params = sampling_params(body, context, **{**stop, **tools.overrides})
     template = template_fields(body, body.chat_template_kwargs, context)
-    prompt = await chat_prompt(template, context, tools.offered)
-    last = template.messages[-1]
-    continued = content_text(last) if template.continue_final_message else None
-    plan = plan_answers(context, params, tools, prompt.text, continued)
-    with named_as_tools(tools):
-        generation = await prepare(
-            request,
-            context,
-            body,
-            [prompt.token_ids],
-            plan.params,
-            kind="msg",
-            add_special_tokens=False,  # they are ids already
-            default_max_tokens=None,
-            shown_logprobs=None,
-        )
+    generation, plan = await prepare_chat(
+        request,
+        context,
+        body,
+        template,
+        params,
+        tools,
+        kind="msg",
+        default_max_tokens=None,
+        shown_logprobs=None,
+    )
     return _Answering(generation, plan.parser())
 
 

@@ -14,11 +14,11 @@ from msgspec import json
 from jaxpaged.engine.errors import BadRequestError
 from jaxpaged.outputs import CompletionOutput
 from jaxpaged.sampling_params import SamplingParams
-from jaxpaged.server.answers import plan_answers
+from jaxpaged.server.answers import prepare_chat
 from jaxpaged.server.context import Context, ServerContext
 from jaxpaged.server.dialogue import merged, said
 from jaxpaged.server.errors import NotFoundError
-from jaxpaged.server.generation import Generation, prepare
+from jaxpaged.server.generation import Generation
 from jaxpaged.server.parsing.answer import AnswerParser
 from jaxpaged.server.protocol import ChatMessage, ChatTemplateFields, TokenLogprob
 from jaxpaged.server.response_store import StoredResponse
@@ -38,8 +38,6 @@ from jaxpaged.server.responses_protocol import (
 )
 from jaxpaged.server.sampling import refuse_unsupported, sampling_params
 from jaxpaged.server.streaming import STREAMED, event, respond
-from jaxpaged.server.templating import chat_prompt
-from jaxpaged.server.tools import named_as_tools
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -92,20 +90,17 @@ async def _prepare(request: Request, context: ServerContext, body: ResponsesRequ
     if body.reasoning is not None and body.reasoning.effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning.effort)
     template = ChatTemplateFields(messages=merged([*system, *turns]), chat_template_kwargs=kwargs)
-    prompt = await chat_prompt(template, context, tools.offered)
-    plan = plan_answers(context, params, tools, prompt.text)
-    with named_as_tools(tools):
-        generation = await prepare(
-            request,
-            context,
-            body,
-            [prompt.token_ids],
-            plan.params,
-            kind="resp",
-            add_special_tokens=False,  # they are ids already
-            default_max_tokens=context.engine.sampling_defaults.get("max_tokens"),
-            shown_logprobs=shown,
-        )
+    generation, plan = await prepare_chat(
+        request,
+        context,
+        body,
+        template,
+        params,
+        tools,
+        kind="resp",
+        default_max_tokens=context.engine.sampling_defaults.get("max_tokens"),
+        shown_logprobs=shown,
+    )
     answer = _begin(body, params, context)
     json.encode(plain(answer))  # what cannot be echoed is refused now
     return _Answering(generation, plan.parser(), turns, answer)
