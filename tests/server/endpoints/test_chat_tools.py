@@ -9,9 +9,8 @@ from typing import Any
 
 import openai
 import pytest
-from fake_server import Server, running
+from fake_server import Server, running_with_tools
 from http_checks import check_error, choices, stream, strict_json
-from tiny_tokenizer import USER
 
 PATH = "/v1/chat/completions"
 TEMPLATE = """<|bos|>{{ tools | map(attribute="function.name") | join(",") if tools }}
@@ -39,11 +38,7 @@ NAMED: Any = {"type": "function", "function": {"name": "g"}}
 
 @pytest.fixture(scope="module")
 def tool_server(model_folder: Path) -> Iterator[Server]:
-    flags = (
-        "--served-model-name", "M", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
-        "--reasoning-parser", "qwen3", "--chat-template", TEMPLATE,
-    )  # fmt: skip
-    with running(str(model_folder), *flags, core=f"--script {USER}") as server:
+    with running_with_tools(model_folder, TEMPLATE) as server:
         yield server
 
 

@@ -11,9 +11,8 @@ import anthropic
 import openai
 import pydantic
 import pytest
-from fake_server import Server, running
+from fake_server import Server, running_with_tools
 from http_checks import check_error
-from tiny_tokenizer import USER
 
 TEMPLATE = """<|bos|>{{ tools | map(attribute="function.name") | join(",") if tools }}
 {%- for message in messages %}{{ "<|" ~ message.role ~ "|>" ~ message.content }}
@@ -40,11 +39,7 @@ ORDER = [
 
 @pytest.fixture(scope="module")
 def tool_server(model_folder: Path) -> Iterator[Server]:
-    flags = (
-        "--served-model-name", "M", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
-        "--reasoning-parser", "qwen3", "--chat-template", TEMPLATE,
-    )  # fmt: skip
-    with running(str(model_folder), *flags, core=f"--script {USER}") as server:
+    with running_with_tools(model_folder, TEMPLATE) as server:
         yield server
 
 
