@@ -12,6 +12,7 @@ from pathlib import Path
 import jaxpaged
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.errors import EngineStartError
+from jaxpaged.error_log import log_to_stderr
 from jaxpaged.flags import HelpFormatter, add_flags, collect, with_config_file
 from jaxpaged.server_config import ServerConfig
 
@@ -122,9 +123,9 @@ def _sampling(args: argparse.Namespace) -> dict:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from jaxpaged.server.run import serve
+    from jaxpaged.server.service import serve
 
-    _log(args.uvicorn_log_level)
+    log_to_stderr(args.uvicorn_log_level)
     settings = collect(ServerConfig, args)
     if not settings["api_key"] and API_KEY_VARIABLE in os.environ:
         settings["api_key"] = (os.environ[API_KEY_VARIABLE],)
@@ -134,7 +135,7 @@ def _serve(args: argparse.Namespace) -> int:
 def _generate(args: argparse.Namespace) -> int:
     from jaxpaged.terminal import generate
 
-    _log("warning")
+    log_to_stderr("warning")
     prompts = args.prompt or [sys.stdin.read()]
     return generate(_engine_settings(args), prompts, _sampling(args))
 
@@ -142,7 +143,7 @@ def _generate(args: argparse.Namespace) -> int:
 def _chat(args: argparse.Namespace) -> int:
     from jaxpaged.terminal import chat
 
-    _log("warning")
+    log_to_stderr("warning")
     return chat(_engine_settings(args), args.system, _sampling(args))
 
 
@@ -154,13 +155,6 @@ def _convert(args: argparse.Namespace) -> int:
     convert(folder, args.out)
     print(f"wrote {args.out}")
     return 0
-
-
-def _log(level: str) -> None:
-    logging.basicConfig(
-        level=logging.DEBUG if level == "trace" else level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
 
 
 def _one_line(error: Exception) -> str:

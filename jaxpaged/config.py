@@ -68,6 +68,11 @@ class EngineConfig:
     tensor_parallel_size: int = setting(
         1, "devices of this host that share the model, each holding a part of it", short="-tp"
     )
+    data_parallel_size: int = setting(
+        1,
+        "engines of the whole model, each a process on devices of its own, behind one server",
+        short="-dp",
+    )
     seed: int = setting(0, "origin of every random draw that has no seed of its own")
     generation_config: str = setting(
         "auto",
@@ -108,10 +113,10 @@ class EngineConfig:
     )
     scheduling_policy: str = setting("fcfs", "order of admission", choices=("fcfs", "priority"))
     max_num_queued_reqs: int | None = setting(
-        None, "waiting requests beyond which new ones get 503"
+        None, "waiting requests of an engine beyond which new ones get 503"
     )
     max_num_queued_tokens: int | None = setting(
-        None, "waiting prompt tokens beyond which new requests get 503"
+        None, "waiting prompt tokens of an engine beyond which new requests get 503"
     )
     async_scheduling: bool = setting(True, "prepare the next step while the device runs this one")
 
@@ -136,6 +141,11 @@ class EngineConfig:
         "(default: in the user's cache folder; 'none': off)",
     )
 
+    @property
+    def num_devices(self) -> int:
+        """Devices of one engine."""
+        return self.tensor_parallel_size
+
     def __post_init__(self) -> None:
         if self.max_model_len is not None and self.max_model_len not in ("auto", -1):
             object.__setattr__(self, "max_model_len", parse_token_count(self.max_model_len))
@@ -144,8 +154,9 @@ class EngineConfig:
         require(self, "seed", -(2**63) <= self.seed < 2**63, "a 64-bit int")
         require(self, "gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "in (0, 1]")
         require(self, "block_size", self.block_size in (16, 32, 64, 128), "16, 32, 64 or 128")
-        require(self, "tensor_parallel_size", self.tensor_parallel_size >= 1, "at least 1")
         for name in (
+            "tensor_parallel_size",
+            "data_parallel_size",
             "kv_cache_memory_bytes",
             "num_gpu_blocks_override",
             "max_num_batched_tokens",

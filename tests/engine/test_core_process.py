@@ -75,7 +75,7 @@ class Socket:
 
 def run(engine: Engine, *messages: FrontMessage) -> list[StepOutputs]:
     socket = Socket(engine, *messages)
-    CoreServer(engine, socket, socket, os.getppid()).run()
+    CoreServer(engine, socket, [socket], os.getppid()).run()
     assert isinstance(socket.sent[0], EngineInfo)
     return [message for message in socket.sent if isinstance(message, StepOutputs)]
 
