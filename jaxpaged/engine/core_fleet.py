@@ -41,6 +41,7 @@ class CoreFleet:
         self._config, self._command, self._num_front_ends = config, command, num_front_ends
         self._processes: list[asyncio.subprocess.Process] = []
         self._watching: list[asyncio.Task[None]] = []
+        self._sockets: list[zmq.Socket] = []  # open for as long as what they sent may arrive
 
     @property
     def pids(self) -> list[int]:
@@ -122,6 +123,7 @@ class CoreFleet:
     def _send(self, address: str, message: EngineDead | Shutdown) -> None:
         """Without waiting; it is lost if nobody listens before `kill`."""
         socket = self._context.socket(zmq.PUSH)
+        self._sockets.append(socket)
         socket.connect(address)
         socket.send(msgspec.msgpack.encode(message))
 
