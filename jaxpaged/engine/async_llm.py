@@ -266,7 +266,7 @@ class AsyncLLM:
 
         Raises:
             BadRequestError: it cannot be done now; in the core's words.
-            EngineDeadError: the last one died, before or meanwhile.
+            EngineDeadError: one died meanwhile, or all of them before.
         """
         if self.dead is not None:
             raise self.dead
@@ -276,12 +276,7 @@ class AsyncLLM:
         for replica in self.living:
             argument = arguments[replica.number] if arguments else ""
             doing.append(replica.command(Command(next(self._numbers), name, argument)))
-        results = await asyncio.gather(*doing, return_exceptions=True)
-        for failed in results:
-            if isinstance(failed, EngineDeadError) and self.living:
-                continue  # the others did it
-            if isinstance(failed, BaseException):
-                raise failed
+        await asyncio.gather(*doing)
 
     @property
     def num_requests(self) -> int:

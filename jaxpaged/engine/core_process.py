@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 IDLE_POLL_MS = 1000  # how often an idle core looks whether its parent still lives
+LAST_WORDS_MS = 30_000  # most that the end waits for a front end to hear the reason
 PICTURE_SHARE = 0.01  # most of a busy loop's time that pictures of the pool should take
 PICTURE_SECONDS = 1.0  # most between two of them, if they are wanted
 
@@ -169,7 +170,7 @@ def main() -> int:
         reason = f"the engine core failed: {type(error).__name__}: {error}".splitlines()[0]
     for sink in sinks:
         sink.send(msgspec.msgpack.encode(EngineDead(reason)))
-        sink.close(linger=5000)
+        sink.close(linger=LAST_WORDS_MS)
     return 1
 
 

@@ -27,7 +27,7 @@ class ApiServer(msgspec.Struct):
     """What it is to do.
 
     Args:
-        listener: file descriptor of the socket that all of them listen on.
+        listener: file descriptor of the socket to listen on.
     """
 
     service: Service
@@ -46,6 +46,7 @@ def main() -> int:
             return run_server(told.service, listener, front_end=told.front_end)
     except (ValueError, OSError, ImportError, EngineStartError) as error:
         if index:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # uvloop's handler outlives its loop
             time.sleep(FIRST_WORD_SECONDS)
         print(f"jaxpaged: {' '.join(str(error).split())}", file=sys.stderr)
         return 1 if isinstance(error, EngineStartError) else 2

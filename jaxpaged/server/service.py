@@ -43,14 +43,16 @@ def serve(
         EngineStartError: an engine could not start.
     """
     service = prepare(engine_config, config)
-    with bind(config) as listener:
+    with bind(config) as listeners:
         if config.api_server_count == 1:
-            return run_server(service, listener, core_command=core_command)
+            return run_server(service, listeners[0], core_command=core_command)
         with asyncio.Runner() as runner:
-            return runner.run(_serve_by_several(service, listener, core_command))
+            return runner.run(_serve_by_several(service, listeners, core_command))
 
 
-async def _serve_by_several(service: Service, listener: socket, core_command: Sequence[str]) -> int:
+async def _serve_by_several(
+    service: Service, listeners: Sequence[socket], core_command: Sequence[str]
+) -> int:
     """This process starts the others, and ends all of them when one of the servers ends."""
     count, stopped = service.server.api_server_count, asyncio.Event()
     for number in SIGNALS:
@@ -58,7 +60,7 @@ async def _serve_by_several(service: Service, listener: socket, core_command: Se
     fleet = CoreFleet(service.engine, core_command, count)
     servers: list[asyncio.subprocess.Process] = []
     try:
-        for front_end in await fleet.launch():
+        for front_end, listener in zip(await fleet.launch(), listeners, strict=True):
             servers.append(await _start_server(service, listener, front_end))
         ends = [asyncio.create_task(server.wait()) for server in servers]
         stopping = asyncio.create_task(stopped.wait())
