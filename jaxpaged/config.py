@@ -68,6 +68,11 @@ class EngineConfig:
     tensor_parallel_size: int = setting(
         1, "devices of this host that share the model, each holding a part of it", short="-tp"
     )
+    pipeline_parallel_size: int = setting(
+        1,
+        "stages that share the model, each with some of its layers on devices of its own",
+        short="-pp",
+    )
     data_parallel_size: int = setting(
         1,
         "engines of the whole model, each a process on devices of its own, behind one server",
@@ -144,7 +149,7 @@ class EngineConfig:
     @property
     def num_devices(self) -> int:
         """Devices of one engine."""
-        return self.tensor_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def __post_init__(self) -> None:
         if self.max_model_len is not None and self.max_model_len not in ("auto", -1):
@@ -156,6 +161,7 @@ class EngineConfig:
         require(self, "block_size", self.block_size in (16, 32, 64, 128), "16, 32, 64 or 128")
         for name in (
             "tensor_parallel_size",
+            "pipeline_parallel_size",
             "data_parallel_size",
             "kv_cache_memory_bytes",
             "num_gpu_blocks_override",
