@@ -72,6 +72,37 @@ def prepare(engine_config: EngineConfig, config: ServerConfig) -> Service:
     return Service(_with_files(engine_config), config, names, root, template)
 
 
+@contextlib.contextmanager
+def engine_behind(
+    service: Service,
+    *,
+    core_command: Sequence[str] = CORE_COMMAND,
+    front_end: FrontEnd | None = None,
+) -> Generator[ServerContext, None, None]:
+    """What the application needs, around an engine that is still to be started.
+
+    Args:
+        core_command: what runs an engine's core.
+        front_end: this process is one of several, which share cores that run already.
+    """
+    config, name = service.server, service.names[0]
+    observers: list[Observer] = [log_request] if config.enable_log_requests else []
+    folder = None if front_end is None else front_end.metrics_folder
+    with contextlib.ExitStack() as stack:
+        if config.otlp_traces_endpoint is not None:
+            observers.append(stack.enter_context(tracing(config.otlp_traces_endpoint, name)))
+        engine = AsyncLLM(
+            service.engine,
+            core_command=core_command,
+            front_end=front_end,
+            metrics=MetricsRegistry(name, config.metrics_prefix, folder),
+            log_stats=not config.disable_log_stats,
+            observers=observers,
+        )
+        template = service.chat_template
+        yield ServerContext(engine, config, service.names, service.root, template)
+
+
 def run_server(
     service: Service,
     listener: socket,
@@ -81,33 +112,17 @@ def run_server(
 ) -> int:
     """Serve until SIGINT or SIGTERM; the exit status: 1 if every engine died.
 
-    Args:
-        core_command: what runs an engine's core.
-        front_end: this process is one of several, which share cores that run already.
+    Args: those of `engine_behind`.
 
     Raises:
         ValueError, OSError: settings or files; one line.
         EngineStartError: an engine could not start.
     """
-    config = service.server
-    observers: list[Observer] = [log_request] if config.enable_log_requests else []
     logging.getLogger("uvicorn.access").addFilter(without_routine)
-    with contextlib.ExitStack() as stack:
-        if config.otlp_traces_endpoint is not None:
-            endpoint = tracing(config.otlp_traces_endpoint, service.names[0])
-            observers.append(stack.enter_context(endpoint))
-        runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
-        folder = None if front_end is None else front_end.metrics_folder
-        engine = AsyncLLM(
-            service.engine,
-            core_command=core_command,
-            front_end=front_end,
-            metrics=MetricsRegistry(service.names[0], config.metrics_prefix, folder),
-            log_stats=not config.disable_log_stats,
-            observers=observers,
-        )
-        template = service.chat_template
-        context = ServerContext(engine, config, service.names, service.root, template)
+    with (
+        engine_behind(service, core_command=core_command, front_end=front_end) as context,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
         return runner.run(_serve(context, listener, greets=not (front_end and front_end.index)))
 
 
