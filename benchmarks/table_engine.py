@@ -118,6 +118,7 @@ def main() -> None:
     for sink in sinks:
         sink.send(msgspec.msgpack.encode(ready))
     serve(source, sinks, tokens, args.step_seconds)
+    context.destroy(linger=0)
 
 
 if __name__ == "__main__":

@@ -157,5 +157,7 @@ def split_devices(
 
 
 def _num_cards() -> int:
-    """NVIDIA's GPUs that this process may open."""
+    """NVIDIA's GPUs that this process may open, and JAX use."""
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        return 0
     return len(list(Path("/dev").glob("nvidia[0-9]*")))

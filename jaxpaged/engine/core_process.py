@@ -162,6 +162,7 @@ def main() -> int:
     sinks = [_connect(context, address) for address in args.output]
     try:
         CoreServer(_start(config, args.replica, began), source, sinks, parent).run()
+        context.destroy(linger=0)  # nobody listens any more
         return 0
     except StartupError as error:
         reason = str(error)
