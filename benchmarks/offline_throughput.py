@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import markdown, model_settings, seconds_since_start, write_results
-from benchmarks.lengths import MAX_TOTAL, Lengths, fixed, random_prompts, sharegpt
 from jaxpaged import LLM, SamplingParams
+from jaxpaged.planning.lengths import MAX_TOTAL, Lengths, fixed, random_prompts, sharegpt
 
 
 class StepCounter:

@@ -1,0 +1,63 @@
+"""What `jaxpaged plan` expects beside what was measured, for every committed run it understands.
+
+    python -m benchmarks.plan_accuracy
+
+Needs no GPU. The calibration names the runs that it was fitted to; all others were held out. An
+error is expected over measured, less one. Writes results/plan_accuracy.json and a table for
+docs/planning.md, results/plan_accuracy.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Any
+
+from benchmarks.common import RESULTS, markdown, write_results
+from benchmarks.planned import Setting, measured_settings
+from jaxpaged.planning.hardware import CALIBRATIONS, GPUS, Calibration
+
+
+def rows_of(setting: Setting, fitted: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """A row for each figure of a setting."""
+    calibration = Calibration.of(GPUS[setting.gpu])
+    expected = setting.plan(setting.cost_model(calibration))
+    for name, measured in setting.measured.items():
+        yield {
+            "model": setting.model,
+            "GPUs": f"-tp {setting.tp} -pp {setting.pp} -dp {setting.dp}",
+            "setting": setting.what,
+            "figure": name,
+            "expected": expected[name],
+            "measured": measured,
+            "error": f"{expected[name] / measured - 1:+.1%}",
+            "run": "fitted" if f"{setting.file}: {setting.what}" in fitted else "held out",
+        }
+
+
+def sizes(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Median and largest error, without their signs."""
+    errors = [abs(row["expected"] / row["measured"] - 1) for row in rows]
+    return {"figures": len(errors), "median": median(errors), "largest": max(errors)}
+
+
+def main() -> None:
+    """Plan, print, write."""
+    fitted = json.loads((CALIBRATIONS / "h200.json").read_text())["fitted"]
+    rows: list[dict[str, Any]] = []
+    for setting in measured_settings():
+        rows += rows_of(setting, fitted)
+    errors = {
+        run: sizes(of_run)
+        for run in ("fitted", "held out")
+        if (of_run := [row for row in rows if row["run"] == run])
+    }
+    table = markdown(rows)
+    print(table, errors, sep="\n")
+    (RESULTS / "plan_accuracy.md").write_text(table + "\n")
+    write_results("plan_accuracy", {"errors": errors, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
