@@ -55,10 +55,10 @@ def parse_gpus(text: str) -> tuple[GPU, int]:
     Raises:
         ValueError: no such card, or no number of them.
     """
-    name, _, count = text.partition(":")
+    name, colon, count = text.partition(":")
     if name.upper() not in GPUS:
         raise ValueError(f"--gpus {text}: no such card; known: {', '.join(GPUS)}")
-    if not re.fullmatch(r"[1-9]\d*", count or "1"):
+    if colon and not re.fullmatch(r"[1-9]\d*", count):
         raise ValueError(f"--gpus {text}: expected a card and how many there are, such as H200:8")
     return GPUS[name.upper()], int(count or 1)
 
