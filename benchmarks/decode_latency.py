@@ -19,7 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import markdown, model_settings, seconds_since_start, write_results
+from benchmarks.common import (
+    add_parallel_flags,
+    markdown,
+    model_settings,
+    parallel_settings,
+    seconds_since_start,
+    write_results,
+)
 from jaxpaged import LLM, SamplingParams
 
 SERVING_SEQS = 256
@@ -75,6 +82,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=32, help="K")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="auto")
+    add_parallel_flags(parser)
     parser.add_argument(
         "--serving",
         action="store_true",
@@ -84,7 +92,8 @@ def main() -> None:
     parser.add_argument("--compile-cache-dir")
     parser.add_argument("--name", help="of the file in benchmarks/results")
     args = parser.parse_args()
-    more: dict[str, Any] = {"compile_cache_dir": args.compile_cache_dir}
+    parallel = parallel_settings(args)
+    more: dict[str, Any] = {"compile_cache_dir": args.compile_cache_dir, **parallel}
     if args.serving:
         more |= SERVING
     largest = SERVING_SEQS if args.serving else max(args.batch)
@@ -112,6 +121,7 @@ def main() -> None:
                 "model": args.model.stem,
                 "dtype": llm.info.dtype,
                 "attention_backend": llm.info.attention_backend,
+                **parallel,
                 "context": args.context,
                 "ready_seconds": ready if args.serving else None,
                 "startup_seconds": llm.info.startup_seconds,
