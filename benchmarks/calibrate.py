@@ -27,9 +27,11 @@ from jaxpaged.planning.hardware import CALIBRATIONS, GPUS, Calibration
 GPU = GPUS["H200"]
 MODEL = "qwen2.5-7b"
 FITTED = (
-    f"decode_latency_{MODEL}",
-    "decode_latency_qwen3-0.6b",
-    f"offline_throughput_{MODEL}_fixed",
+    f"decode_latency_{MODEL}: decode step, B 1, context 1024",
+    f"decode_latency_{MODEL}: decode step, B 64, context 1024",
+    f"decode_latency_{MODEL}: decode step, B 256, context 1024",
+    "decode_latency_qwen3-0.6b: decode step, B 1, context 1024",
+    f"offline_throughput_{MODEL}_fixed: offline, 256 x 512/128",
 )
 FREE = {  # figures that whole runs tell: where the search starts, and its bounds
     "weight_share": (0.85, 0.3, 1.0),
@@ -127,7 +129,7 @@ def fit_to(
     first, least, most = zip(*free.values(), strict=True)
     done = least_squares(errors, first, bounds=(least, most), x_scale=first)
     for (setting, _, _), error in zip(taped, done.fun, strict=True):
-        print(f"{setting.file:40} {setting.what:40} {np.expm1(error):+.1%}")
+        print(f"{setting.name:80} {np.expm1(error):+.1%}")
     return with_figures(start, dict(zip(free, done.x.tolist(), strict=True)))
 
 
@@ -154,7 +156,7 @@ def main() -> None:
         **{name: first for name, (first, _, _) in FREE.items()},
     )
     settings = [setting for setting in measured_settings() if setting.gpu == GPU.name]
-    alone = [s for s in settings if s.file in FITTED and s.tp * s.pp * s.dp == 1]
+    alone = [setting for setting in settings if setting.name in FITTED]
     found = fit_to(alone, start, FREE)
     shared = [s for s in settings if s.model == MODEL and s.is_decode and (s.tp, s.pp) == (2, 1)]
     if shared:
@@ -172,7 +174,7 @@ def main() -> None:
             "all_reduce_us": sorted({s.file for s in shared}) or [EXPERIMENT],
             "link_share": [EXPERIMENT],
         },
-        "fitted": [f"{s.file}: {s.what}" for s in (*alone, *shared)],
+        "fitted": [setting.name for setting in (*alone, *shared)],
     }
     path = CALIBRATIONS / f"{GPU.name.lower()}.json"
     path.write_text(json.dumps(content, indent=1) + "\n")

@@ -32,7 +32,7 @@ def rows_of(setting: Setting, fitted: Sequence[str]) -> Iterator[dict[str, Any]]
             "expected": expected[name],
             "measured": measured,
             "error": f"{expected[name] / measured - 1:+.1%}",
-            "run": "fitted" if f"{setting.file}: {setting.what}" in fitted else "held out",
+            "run": "fitted" if setting.name in fitted else "held out",
         }
 
 

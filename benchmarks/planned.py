@@ -53,6 +53,10 @@ class Setting:
     seed: int = 0
 
     @property
+    def name(self) -> str:
+        return f"{self.file}: {self.what}"
+
+    @property
     def is_decode(self) -> bool:
         return "step ms" in self.measured
 
@@ -78,7 +82,7 @@ class Setting:
         """
         _, plan, problem = fit(GPUS[self.gpu], self.config, self.layout)
         if problem is not None:
-            raise ValueError(f"{self.file}, {self.what}: {problem}")
+            raise ValueError(f"{self.name}: {problem}")
         limits = plan.scheduler_config(self.config)
         if self.is_decode:
             return {"step ms": decode_step_ms(Replica(limits, plan, cost), self.lengths)}
