@@ -3,20 +3,25 @@
     python -m benchmarks.plan_accuracy
 
 Needs no GPU. The calibration names the runs that it was fitted to; all others were held out. An
-error is expected over measured, less one. Writes results/plan_accuracy.json and a table for
-docs/planning.md, results/plan_accuracy.md.
+error is expected over measured, less one. Writes results/plan_accuracy.json and the table in
+docs/planning.md.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.common import RESULTS, markdown, write_results
+from benchmarks.common import markdown, write_results
 from benchmarks.planned import Setting, measured_settings
 from jaxpaged.planning.hardware import CALIBRATIONS, GPUS, Calibration
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "planning.md"
+BEGIN, END = "<!-- benchmarks/plan_accuracy.py writes from here -->", "<!-- to here -->"
+RUNS = ("fitted", "held out")
 
 
 def rows_of(setting: Setting, fitted: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -42,20 +47,27 @@ def sizes(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {"figures": len(errors), "median": median(errors), "largest": max(errors)}
 
 
+def told(errors: dict[str, dict[str, float]]) -> str:
+    """The errors as a line a run."""
+    return "\n".join(
+        f"- {run}: {error['figures']} figures, error at the median {error['median']:.1%}, "
+        f"at most {error['largest']:.1%}"
+        for run, error in errors.items()
+    )
+
+
 def main() -> None:
     """Plan, print, write."""
     fitted = json.loads((CALIBRATIONS / "h200.json").read_text())["fitted"]
     rows: list[dict[str, Any]] = []
     for setting in measured_settings():
         rows += rows_of(setting, fitted)
-    errors = {
-        run: sizes(of_run)
-        for run in ("fitted", "held out")
-        if (of_run := [row for row in rows if row["run"] == run])
-    }
+    errors = {run: sizes([row for row in rows if row["run"] == run]) for run in RUNS}
     table = markdown(rows)
-    print(table, errors, sep="\n")
-    (RESULTS / "plan_accuracy.md").write_text(table + "\n")
+    before, rest = DOCUMENT.read_text().split(BEGIN)
+    after = rest.split(END)[1]
+    DOCUMENT.write_text(f"{before}{BEGIN}\n{table}\n\n{told(errors)}\n{END}{after}")
+    print(table, told(errors), sep="\n\n")
     write_results("plan_accuracy", {"errors": errors, "rows": rows})
 
 

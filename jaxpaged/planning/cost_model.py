@@ -134,7 +134,7 @@ class CostModel:
         flops = gpu.flops(itemsize)
         num_layers = share * len(spec.layers)
         T = work.num_tokens
-        weights, operations = self._product(layout.weights.layer, T)
+        weights, operations = self._product(layout.weights.layer, layout.layer_products, T)
         weights, operations = num_layers * weights, num_layers * operations
 
         heads, width = spec.num_heads // tp, spec.num_kv_heads // tp
@@ -151,7 +151,7 @@ class CostModel:
         collectives = num_layers * 2 * self._all_reduce(T)
         if head:
             launches += fitted.step_us
-            read, computed = self._product(layout.weights.head, work.num_rows)
+            read, computed = self._product(layout.weights.head, layout.head_products, work.num_rows)
             weights, operations = weights + read, operations + computed
             activations += work.num_rows * 4 * spec.vocab_rows // tp * 2 / bandwidth
             collectives += self._all_reduce(T) + self._all_reduce(work.num_rows, width=2)
@@ -164,14 +164,18 @@ class CostModel:
             "collectives": collectives,
         }
 
-    def _product(self, weight_bytes: int, rows: int) -> tuple[float, float]:
-        """Seconds of products with weights: what reading them takes, and what computing adds."""
+    def _product(self, weight_bytes: int, products: int, rows: int) -> tuple[float, float]:
+        """Seconds of rows times weights: those bound by reading them, and those by computing.
+
+        Args:
+            products: multiplications a row.
+        """
         if rows == 0:
             return 0.0, 0.0
-        fitted, itemsize = self._fitted, self._layout.dtype.itemsize
+        fitted = self._fitted
         read = weight_bytes / (self._gpu.bandwidth * fitted.weight_share)
-        rate = self._gpu.flops(itemsize) * fitted.gemm_share
-        compute = 2 * rows * weight_bytes / itemsize / rate
+        rate = self._gpu.flops(self._layout.dtype.itemsize) * fitted.gemm_share
+        compute = 2 * rows * products / rate
         both = (read**fitted.overlap + compute**fitted.overlap) ** (1 / fitted.overlap)
         # What bounds it is the larger; a product at its ridge belongs half to either.
         share = read**fitted.overlap / (read**fitted.overlap + compute**fitted.overlap)

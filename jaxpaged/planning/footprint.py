@@ -67,6 +67,18 @@ class Layout:
         return [(i + 1) * total // self.pp - i * total // self.pp for i in range(self.pp)]
 
     @property
+    def layer_products(self) -> int:
+        """Multiplications of a token with a GPU's part of a layer's matrices."""
+        s = self.spec
+        heads = 2 * s.num_heads + 2 * s.num_kv_heads  # queries and output, keys and values
+        return s.width * (heads * s.head_dim + 3 * s.ffn) // self.tp
+
+    @property
+    def head_products(self) -> int:
+        """The same of the head."""
+        return self.spec.width * self.spec.vocab_rows // self.tp
+
+    @property
     def weight_bytes(self) -> int:
         """Of the GPU that holds most."""
         stages = [self.weights.layer * layers for layers in self.stages]

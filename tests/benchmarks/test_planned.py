@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import calibrate
-from benchmarks.common import RESULTS
+from benchmarks import calibrate, plan_accuracy
+from benchmarks.common import RESULTS, markdown
 from benchmarks.planned import Setting, measured_settings, value
 from jaxpaged.planning.hardware import CALIBRATIONS, Calibration
 from jaxpaged.planning.lengths import Lengths
@@ -113,7 +113,8 @@ def test_the_table_is_what_the_planner_says(settings: list[Setting]) -> None:
             row = rows[setting.model, setting.what, name]
             assert row["expected"] == pytest.approx(expected, rel=1e-6)
             assert row["measured"] == setting.measured[name]
-    document = (RESULTS.parents[1] / "docs" / "planning.md").read_text()
-    assert (RESULTS / "plan_accuracy.md").read_text() in document
+    document = plan_accuracy.DOCUMENT.read_text()
+    assert markdown(content["rows"]) in document
+    assert plan_accuracy.told(content["errors"]) in document
     held_out = sum(row["run"] == "held out" for row in content["rows"])
     assert held_out >= len(content["rows"]) / 2

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jaxpaged.cli import main
+from jaxpaged.planning.options import ENGINE_SETTINGS, PlanOptions
 from tests.planning.conftest import MODELS
 
 MODEL = str(MODELS / "qwen2.5-7b.json")
@@ -34,6 +36,20 @@ def test_what_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     ):  # fmt: skip
         assert words in text, words
     assert "jaxpaged serve MODEL -tp 2 --max-model-len 2048 --max-num-seqs 256" in text
+
+
+def test_help_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["plan", "--help"])
+    assert done.value.code == 0
+    text = capsys.readouterr().out
+    for field in fields(PlanOptions):
+        assert f"--{field.name.replace('_', '-')}" in text
+        assert all(word.rstrip(",:;") in text for word in field.metadata["help"].split()[:3])
+    for name in ENGINE_SETTINGS:
+        assert f"--{name.replace('_', '-')}" in text
+    document = (MODELS.parents[1] / "docs" / "planning.md").read_text()
+    assert all(f"--{field.name.replace('_', '-')}" in document for field in fields(PlanOptions))
 
 
 def test_json_has_the_same(capsys: pytest.CaptureFixture[str]) -> None:
