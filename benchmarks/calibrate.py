@@ -55,7 +55,7 @@ class Recorder(CostModel):
         super().__init__(*args)
         self.works: list[Work] = []
 
-    def seconds(self, work: Work) -> Seconds:
+    def seconds(self, work: Work) -> list[Seconds]:
         """Of a step."""
         self.works.append(work)
         return super().seconds(work)
@@ -122,7 +122,7 @@ def fit_to(
         found = []
         for setting, works, seconds in taped:
             cost = setting.cost_model(calibration)
-            expected = sum(sum(cost.seconds(work).values()) for work in works)
+            expected = sum(sum(part.values()) for work in works for part in cost.seconds(work))
             found.append(float(np.log(expected / seconds)))
         return found
 

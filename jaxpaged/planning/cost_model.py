@@ -33,16 +33,6 @@ class Work:
     keys: Mapping[int | None, float]  # that attention reads, of all sequences
     chunk_pairs: Mapping[int | None, float]  # a query and a key that it sees, of chunks alone
 
-    def part(self, count: int) -> Work:
-        """One of `count` equal parts."""
-        return Work(
-            -(-self.num_tokens // count),
-            -(-self.num_rows // count),
-            -(-self.num_seqs // count),
-            {window: keys / count for window, keys in self.keys.items()},
-            {window: pairs / count for window, pairs in self.chunk_pairs.items()},
-        )
-
 
 def work_of(
     scheduled: Sequence[ScheduledSequence],
@@ -103,29 +93,26 @@ class CostModel:
         self._gpu, self._fitted, self._layout = gpu, calibration, layout
         self._kv_itemsize = kv_itemsize
 
+    @property
+    def num_stages(self) -> int:
+        return self._layout.pp
+
     def host_seconds(self, num_seqs: int) -> float:
         """Of the host's work for a step; the GPUs are busy with the one before meanwhile."""
         return 1e-6 * (self._fitted.host_us + self._fitted.host_us_per_seq * num_seqs)
 
-    def seconds(self, work: Work) -> Seconds:
-        """Of a step on the GPUs, by what bounds them: weights, KV, FLOPs, activations, launches,
-        collectives.
-
-        Stages work on parts of the step at the same time, as many as there are stages if there
-        are as many sequences; the slowest stage sets the pace.
+    def seconds(self, work: Work) -> list[Seconds]:
+        """Of a step on the GPUs of each stage, by what bounds them: weights, KV, FLOPs,
+        activations, launches, collectives.
         """
         layout = self._layout
-        if layout.pp == 1:
-            return self._stage(work, 1.0, head=True)
-        part = work.part(max(1, min(layout.pp, work.num_seqs)))
         stages = [
-            self._stage(part, layers / len(layout.spec.layers), head=at == layout.pp - 1)
+            self._stage(work, layers / len(layout.spec.layers), head=at == layout.pp - 1)
             for at, layers in enumerate(layout.stages)
         ]
-        slowest = max(stages, key=lambda seconds: sum(seconds.values()))
-        total = {kind: layout.pp * value for kind, value in slowest.items()}
-        total["collectives"] += layout.pp * self._exchange(part.num_tokens)
-        return total
+        for stage in stages[:-1]:
+            stage["collectives"] += self._hand_over(work.num_tokens)
+        return stages
 
     def _stage(self, work: Work, share: float, head: bool) -> Seconds:
         """Of one stage with a share of the layers."""
@@ -190,7 +177,7 @@ class CostModel:
         sent = 2 * size * (layout.tp - 1) / layout.tp  # a reduce-scatter and an all-gather
         return 1e-6 * self._fitted.all_reduce_us + sent / self._rate
 
-    def _exchange(self, num_tokens: int) -> float:
+    def _hand_over(self, num_tokens: int) -> float:
         """Of the hidden states from a stage to the next."""
         size = num_tokens * self._layout.spec.width * self._layout.dtype.itemsize
         return 1e-6 * self._fitted.all_reduce_us / 2 + size / self._rate

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -35,6 +35,7 @@ class Record:
 
     arrived: float
     tokens: list[float] = field(default_factory=list)
+    sampled: float = 0.0  # when the newest is on the GPU
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def make_trace(
 
 
 class Replica:
-    """One engine: the loop of `EngineCore.step`, a step ahead of the GPU it has none of."""
+    """One engine: the loop of `EngineCore.step`, as many steps ahead as there are stages."""
 
     def __init__(self, config: SchedulerConfig, plan: EnginePlan, cost: CostModel) -> None:
         self.scheduler = Scheduler(config)
@@ -86,8 +87,8 @@ class Replica:
         self.num_steps = self.num_sequences = self.num_tokens = 0
         self.now = 0.0
         self._buckets, self._cost = plan.buckets, cost
-        self._pending: Pending | None = None
-        self._gpu_free = 0.0
+        self._pending: deque[Pending] = deque()
+        self._free = [0.0] * cost.num_stages  # when the GPUs of each stage have nothing to do
 
     @property
     def num_requests(self) -> int:
@@ -111,25 +112,33 @@ class Replica:
 
     def _step(self) -> None:
         scheduled = self.scheduler.schedule()
-        in_flight = self._dispatch(scheduled) if scheduled.sequences else None
-        if self._pending is not None:
-            self._collect(self._pending)
-        self._pending = in_flight
+        if scheduled.sequences:
+            self._pending.append(self._dispatch(scheduled))
+        if self._pending and (len(self._pending) > len(self._free) or not scheduled.sequences):
+            self._collect(self._pending.popleft())
 
     def _dispatch(self, scheduled: SchedulerOutput) -> Pending:
         sequences = scheduled.sequences
         self.now += self._cost.host_seconds(len(sequences))
+        records = [self.records[item.sequence.request.request_id] for item in sequences]
         work = work_of(sequences, scheduled.num_tokens, self._buckets, self._cost.windows)
-        seconds = self._cost.seconds(work)
-        if self._pending is not None:
-            self.spent["host"] += max(0.0, self.now - self._gpu_free)
-        self._gpu_free = max(self.now, self._gpu_free) + sum(seconds.values())
-        for kind, value in seconds.items():
-            self.spent[kind] += value
+        # Stages hand each other a step; the first waits for tokens that the last one samples.
+        at = max(self.now, *(record.sampled for record in records))
+        if self._pending:
+            self.spent["host"] += max(0.0, self.now - self._free[0])
+        for stage, seconds in enumerate(self._cost.seconds(work)):
+            if self._pending:
+                self.spent["pipeline"] += max(0.0, at - max(self.now, self._free[stage]))
+            at = self._free[stage] = max(at, self._free[stage]) + sum(seconds.values())
+            for kind, value in seconds.items():
+                self.spent[kind] += value
+        for item, record in zip(sequences, records, strict=True):
+            if item.samples:
+                record.sampled = at
         self.num_steps += 1
         self.num_sequences += len(sequences)
         self.num_tokens += scheduled.num_tokens
-        return Pending(scheduled, self._gpu_free)
+        return Pending(scheduled, at)
 
     def _collect(self, step: Pending) -> None:
         self.now = max(self.now, step.done)

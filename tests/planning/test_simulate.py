@@ -27,14 +27,18 @@ LENGTHS = [Lengths(p, o) for p, o in ((50, 9), (3, 30), (40, 40), (17, 1), (70, 
 class Metronome(CostModel):
     """Every step takes a second and the host nothing."""
 
-    def __init__(self, windows: Sequence[int | None], host: float = 0.0) -> None:
-        self.windows, self._host = tuple(windows), host
+    def __init__(self, windows: Sequence[int | None], host: float = 0.0, stages: int = 1) -> None:
+        self.windows, self._host, self._stages = tuple(windows), host, stages
+
+    @property
+    def num_stages(self) -> int:
+        return self._stages
 
     def host_seconds(self, num_seqs: int) -> float:
         return self._host
 
-    def seconds(self, work: Work) -> Seconds:
-        return {"weights": 1.0}
+    def seconds(self, work: Work) -> list[Seconds]:
+        return [{"weights": 1.0 / self._stages}] * self._stages
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +132,16 @@ def test_the_host_works_while_the_gpu_does(cores: dict[str, EngineCore]) -> None
     assert quick.records["0"].tokens == [1.5, 2.5, 3.5, 4.5] and quick.spent["host"] == 0
     # A step's token is taken once the next step has been prepared.
     assert slow.records["0"].tokens == [3.0, 4.5, 6.0, 7.0] and slow.spent["host"] > 0
+
+
+def test_a_stage_waits_for_the_one_before(cores: dict[str, EngineCore]) -> None:
+    engine = replica(cores["llama"], Metronome((None,), stages=2))
+    for arrival in arrivals(0.0, prompt=60, output=2):
+        engine.add(arrival)
+    engine.run()
+    # Chunks of 32 and 28 tokens overlap; the second token waits for the first.
+    assert engine.records["0"].tokens == [1.5, 2.5]
+    assert engine.spent["pipeline"] == pytest.approx(0.5 + 0.5)
 
 
 def test_a_request_waits_for_the_step_that_runs(cores: dict[str, EngineCore]) -> None:
