@@ -124,13 +124,13 @@ class CostModel:
         weights, operations = self._product(layout.weights.layer, layout.layer_products, T)
         weights, operations = num_layers * weights, num_layers * operations
 
-        heads, width = spec.num_heads // tp, spec.num_kv_heads // tp
+        heads, kv_heads = spec.num_heads // tp, spec.num_kv_heads // tp
         keys = share * sum(count * work.keys[kind] for kind, count in self._layers.items())
-        kv = keys * 2 * width * spec.head_dim * self._kv_itemsize
+        kv = keys * 2 * kv_heads * spec.head_dim * self._kv_itemsize
         chunks = share * sum(count * work.chunk_pairs[kind] for kind, count in self._layers.items())
         attention = 4 * heads * spec.head_dim * chunks / (flops * fitted.prefill_share)
 
-        moved = WIDTHS * spec.width + HEADS * (heads + 2 * width) * spec.head_dim
+        moved = WIDTHS * spec.width + HEADS * (heads + 2 * kv_heads) * spec.head_dim
         moved += FFNS * spec.ffn // tp
         bandwidth = gpu.bandwidth * fitted.weight_share
         activations = num_layers * T * moved * itemsize / bandwidth
