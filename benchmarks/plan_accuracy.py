@@ -21,7 +21,6 @@ from jaxpaged.planning.hardware import CALIBRATIONS, GPUS, Calibration
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "planning.md"
 BEGIN, END = "<!-- benchmarks/plan_accuracy.py writes from here -->", "<!-- to here -->"
-RUNS = ("fitted", "held out")
 
 
 def rows_of(setting: Setting, fitted: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -48,11 +47,11 @@ def sizes(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def told(errors: dict[str, dict[str, float]]) -> str:
-    """The errors as a line a run."""
+    """The errors as a line a kind."""
     return "\n".join(
-        f"- {run}: {error['figures']} figures, error at the median {error['median']:.1%}, "
+        f"- {kind}: {error['figures']} figures, error at the median {error['median']:.1%}, "
         f"at most {error['largest']:.1%}"
-        for run, error in errors.items()
+        for kind, error in errors.items()
     )
 
 
@@ -62,7 +61,11 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for setting in measured_settings():
         rows += rows_of(setting, fitted)
-    errors = {run: sizes([row for row in rows if row["run"] == run]) for run in RUNS}
+    kinds = dict.fromkeys((row["run"], row["figure"]) for row in rows)
+    errors = {
+        f"{run}, {figure}": sizes([r for r in rows if (r["run"], r["figure"]) == (run, figure)])
+        for run, figure in sorted(kinds)
+    }
     table = markdown(rows)
     before, rest = DOCUMENT.read_text().split(BEGIN)
     after = rest.split(END)[1]

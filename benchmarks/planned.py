@@ -31,7 +31,7 @@ PARALLEL = {
     "pp": ("pipeline_parallel_size", "-pp"),
     "dp": ("data_parallel_size", "-dp"),
 }
-SERVING = ("output tok/s", "TTFT p50", "ITL p50", "E2E p50")  # figures to compare
+SERVING = ("output tok/s", "TTFT p50", "TPOT p50", "E2E p50")  # figures to compare
 
 
 @dataclass(frozen=True)

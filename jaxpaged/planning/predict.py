@@ -43,7 +43,7 @@ class Served:
     seconds: float
     output_tokens_per_second: float
     total_tokens_per_second: float
-    latency_ms: dict[str, dict[int, float]]  # TTFT, ITL and E2E by percentile
+    latency_ms: dict[str, dict[int, float]]  # TTFT, ITL, TPOT and E2E by percentile
     steps: int
     preemptions: int
     prefix_cache_hits: int  # tokens
@@ -164,6 +164,7 @@ def summary(replicas: list[Replica], lengths: list[Lengths]) -> Served:
     latencies = {
         "TTFT": [record.tokens[0] - record.arrived for record in records],
         "ITL": [b - a for record in records for a, b in pairwise(record.tokens)] or [0.0],
+        "TPOT": [mean_gap(record.tokens) for record in records],
         "E2E": [record.tokens[-1] - record.arrived for record in records],
     }
     return Served(
@@ -185,3 +186,8 @@ def summary(replicas: list[Replica], lengths: list[Lengths]) -> Served:
             for kind in sorted(spent, key=lambda kind: (-spent[kind], kind))
         },
     )
+
+
+def mean_gap(tokens: list[float]) -> float:
+    """Seconds from a token to the next, on average."""
+    return (tokens[-1] - tokens[0]) / max(len(tokens) - 1, 1)

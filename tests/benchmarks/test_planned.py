@@ -15,7 +15,7 @@ from benchmarks.planned import Setting, measured_settings, value
 from jaxpaged.planning.hardware import CALIBRATIONS, Calibration
 from jaxpaged.planning.lengths import Lengths
 
-LATENCIES = {"output tok/s": 1000.0, "TTFT p50": 20.0, "ITL p50": 5.0, "E2E p50": 400.0}
+LATENCIES = {"output tok/s": 1000.0, "TTFT p50": 20.0, "TPOT p50": 5.0, "E2E p50": 400.0}
 
 
 def write(folder: Path, name: str, command: str, **content: Any) -> None:
