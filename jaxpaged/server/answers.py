@@ -15,7 +15,7 @@ from jaxpaged.server.parsing.reasoning import left_open
 from jaxpaged.server.protocol import ChatTemplateFields, GenerationRequest
 from jaxpaged.server.templating import chat_prompt, continued_text
 from jaxpaged.server.thinking import Thinking
-from jaxpaged.server.tools import ToolUse, named_as_tools
+from jaxpaged.server.tools import ToolUse
 
 
 @dataclass(frozen=True)
@@ -84,16 +84,16 @@ async def prepare_chat(
     """
     prompt = await chat_prompt(template, context, tools.offered)
     plan = plan_answers(context, params, tools, prompt.text, continued_text(template))
-    with named_as_tools(tools):
-        generation = await prepare(
-            request,
-            context,
-            body,
-            [prompt.token_ids],
-            plan.params,
-            kind=kind,
-            add_special_tokens=False,  # they are ids already
-            default_max_tokens=default_max_tokens,
-            shown_logprobs=shown_logprobs,
-        )
+    generation = await prepare(
+        request,
+        context,
+        body,
+        [prompt.token_ids],
+        plan.params,
+        kind=kind,
+        add_special_tokens=False,  # they are ids already
+        default_max_tokens=default_max_tokens,
+        shown_logprobs=shown_logprobs,
+        constraint="tools" if tools.enforced else body.constraint,
+    )
     return generation, plan

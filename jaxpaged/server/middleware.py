@@ -16,6 +16,7 @@ from jaxpaged.server.request_id import request_id
 
 # Liveness probes carry no key; the page's files hold no data, and its calls carry the key.
 OPEN_PATHS = ("/health", "/ping", *FILES)
+MAX_VALUES = 1 << 20  # commas of a body: more would hold up every stream while they are parsed
 CLIENT = "jaxpaged.client"  # of a scope: the digest of the key that the request carries
 
 
@@ -48,7 +49,9 @@ class ApiKeyMiddleware:
 
 
 class BodyLimitMiddleware:
-    """413 for a body that is longer than `limit` bytes, whether it says so or not."""
+    """413 for a body that is longer than `limit` bytes, whether it says so or not, or that may hold
+    more than MAX_VALUES values.
+    """
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         self._app, self._limit = app, limit
@@ -62,14 +65,17 @@ class BodyLimitMiddleware:
         if declared.isdecimal() and int(declared) > self._limit:
             await error_response(413, message, scope=scope)(scope, receive, send)
             return
-        seen = 0
+        seen = commas = 0
 
         async def counted() -> Message:
-            nonlocal seen
+            nonlocal seen, commas
             part = await receive()
-            seen += len(part.get("body", b""))
+            body = part.get("body", b"")
+            seen, commas = seen + len(body), commas + body.count(b",")
             if seen > self._limit:
                 raise HTTPException(413, message)
+            if commas > MAX_VALUES:
+                raise HTTPException(413, f"the request body has more than {MAX_VALUES} commas")
             return part
 
         await self._app(scope, counted, send)

@@ -15,6 +15,7 @@ from pydantic import (
 )
 
 from jaxpaged.outputs import Logprob
+from jaxpaged.sampling_params import MAX_LOGIT_BIAS
 from jaxpaged.server.many import Many, Messages, Tools
 from jaxpaged.server.structured import ResponseFormat, StructuredOutputsField
 from jaxpaged.server.tool_protocol import (
@@ -73,7 +74,7 @@ class SamplingFields(BaseModel):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, float] | None = Field(None, max_length=MAX_LOGIT_BIAS)
     allowed_token_ids: Many[int] | None = None
     bad_words: Many[str] | None = None
     skip_reading_prefix_cache: bool | None = None
@@ -101,6 +102,11 @@ class GenerationRequest(SamplingFields):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+
+    @property
+    def constraint(self) -> str:
+        """The field that says what the output must match, if any does."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
 
 
 def _read_prompt(prompt: Any, read: ValidatorFunctionWrapHandler) -> Any:

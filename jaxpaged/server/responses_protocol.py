@@ -77,6 +77,11 @@ class ResponsesRequest(GenerationRequest):
             form = {"type": "json_schema", "json_schema": inner}
         return {**fields, "response_format": form}
 
+    @property
+    def constraint(self) -> str:
+        given = super().constraint
+        return "text" if given == "response_format" and self.text is not None else given
+
     input: str | Messages[InputItem]
     instructions: str | None = None
     previous_response_id: str | None = None

@@ -45,7 +45,7 @@ def sampling_params(
         named["logit_bias"] = _bias(request.logit_bias, context.engine.info.vocab_size)
     form = structured_outputs(request.response_format, request.structured_outputs)
     if form is not None and "structured_outputs" in overrides:  # of calls
-        name = "response_format" if request.structured_outputs is None else "structured_outputs"
+        name = request.constraint
         raise BadRequestError(
             f"{name} cannot be used with a tool_choice that makes the whole answer calls", name
         )

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from jaxpaged.engine.errors import BadRequestError
+from jaxpaged.engine.grammar_checker import PARAM
 from jaxpaged.sampling_params import StructuredOutputs
 
 
@@ -56,17 +57,17 @@ def structured_outputs(
     try:
         return StructuredOutputs(**field.model_dump(by_alias=True))
     except ValueError as error:
-        raise BadRequestError(str(error), "structured_outputs") from error
+        raise BadRequestError(str(error), PARAM) from error
 
 
 @contextmanager
-def named_as_sent(response_format: ResponseFormat | None) -> Iterator[None]:
+def named_as_sent(field: str) -> Iterator[None]:
     """The engine knows one field for constraints: let its complaints name the one that was sent."""
     try:
         yield
     except BadRequestError as error:
-        if error.param == "structured_outputs" and response_format is not None:
-            error.param = "response_format"
+        if error.param == PARAM:
+            error.param = field
         raise
 
 
