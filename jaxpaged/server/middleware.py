@@ -16,7 +16,8 @@ from jaxpaged.server.request_id import request_id
 
 # Liveness probes carry no key; the page's files hold no data, and its calls carry the key.
 OPEN_PATHS = ("/health", "/ping", *FILES)
-MAX_VALUES = 1 << 20  # commas of a body: more would hold up every stream while they are parsed
+# Of a body. Token ids are parsed fast, objects are not: more would hold up every stream meanwhile.
+MAX_COMMAS, MAX_COLONS = 1 << 20, 1 << 18
 CLIENT = "jaxpaged.client"  # of a scope: the digest of the key that the request carries
 
 
@@ -50,7 +51,7 @@ class ApiKeyMiddleware:
 
 class BodyLimitMiddleware:
     """413 for a body that is longer than `limit` bytes, whether it says so or not, or that may hold
-    more than MAX_VALUES values.
+    too many values or objects.
     """
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
@@ -65,17 +66,22 @@ class BodyLimitMiddleware:
         if declared.isdecimal() and int(declared) > self._limit:
             await error_response(413, message, scope=scope)(scope, receive, send)
             return
-        seen = commas = 0
+        seen = commas = colons = 0
 
         async def counted() -> Message:
-            nonlocal seen, commas
+            nonlocal seen, commas, colons
             part = await receive()
             body = part.get("body", b"")
-            seen, commas = seen + len(body), commas + body.count(b",")
+            seen += len(body)
+            commas, colons = commas + body.count(b","), colons + body.count(b":")
             if seen > self._limit:
                 raise HTTPException(413, message)
-            if commas > MAX_VALUES:
-                raise HTTPException(413, f"the request body has more than {MAX_VALUES} commas")
+            if commas > MAX_COMMAS or colons > MAX_COLONS:
+                raise HTTPException(
+                    413,
+                    f"the request body has more than {MAX_COMMAS} commas or {MAX_COLONS} colons: "
+                    "send its parts as several requests",
+                )
             return part
 
         await self._app(scope, counted, send)

@@ -16,7 +16,7 @@ from pydantic import (
 
 from jaxpaged.outputs import Logprob
 from jaxpaged.sampling_params import MAX_LOGIT_BIAS
-from jaxpaged.server.many import Many, Messages, Tools
+from jaxpaged.server.many import Many, Messages, Strings, Tools
 from jaxpaged.server.structured import ResponseFormat, StructuredOutputsField
 from jaxpaged.server.tool_protocol import (
     AnswerToolCall,
@@ -65,7 +65,7 @@ class SamplingFields(BaseModel):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | Many[str] | None = None
+    stop: str | Strings | None = None
     stop_token_ids: Many[int] | None = None
     ignore_eos: bool | None = None
     max_tokens: int | None = None
@@ -76,7 +76,7 @@ class SamplingFields(BaseModel):
     include_stop_str_in_output: bool | None = None
     logit_bias: dict[str, float] | None = Field(None, max_length=MAX_LOGIT_BIAS)
     allowed_token_ids: Many[int] | None = None
-    bad_words: Many[str] | None = None
+    bad_words: Strings | None = None
     skip_reading_prefix_cache: bool | None = None
     priority: int | None = None
 
@@ -134,7 +134,7 @@ class ChatMessage(BaseModel, extra="allow"):
 
     role: str
     content: str | Many[dict[str, Any]] | None = None
-    tool_calls: Many[MessageToolCall] | None = None
+    tool_calls: Tools[MessageToolCall] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # the same by its newer name
 

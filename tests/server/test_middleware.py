@@ -9,7 +9,7 @@ import pytest
 from fake_server import Server, eventually, running
 from http_checks import check_error
 
-from jaxpaged.server.middleware import MAX_VALUES
+from jaxpaged.server.middleware import MAX_COLONS, MAX_COMMAS
 
 ORIGIN = "https://page.example"
 KEY = {"Authorization": "Bearer second"}
@@ -87,8 +87,10 @@ def test_a_body_that_does_not_say_it_is_too_long(guarded: Server):
 
 
 def test_a_body_of_too_many_values(server: Server):
-    body = {"prompt": [5] * (MAX_VALUES + 2)}
-    check_error(server.post("/v1/completions", **body), 413, f"{MAX_VALUES} commas")
+    values, objects = [5] * (MAX_COMMAS + 2), [{"a": 1}] * MAX_COLONS
+    for body in ({"prompt": values}, {"prompt": "x", "ignored": objects}):
+        answer = server.post("/v1/completions", **body)
+        check_error(answer, 413, f"{MAX_COMMAS} commas", f"{MAX_COLONS} colons")
 
 
 def test_request_ids_come_back(guarded: Server):
