@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from fastapi import Request
 
+from jaxpaged.engine.grammar_checker import PARAM
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.server.context import ServerContext
+from jaxpaged.server.errors import named_as_sent
 from jaxpaged.server.generation import Generation, prepare
 from jaxpaged.server.parsing.answer import AnswerParser
 from jaxpaged.server.parsing.reasoning import left_open
@@ -82,7 +84,9 @@ async def prepare_chat(
         BadRequestError: the template refuses the conversation, or as `generation.prepare`.
         ClientGoneError: as `generation.prepare`.
     """
-    prompt = await chat_prompt(template, context, tools.offered)
+    names = {**body.sent_names, **({PARAM: "tools"} if tools.enforced else {})}
+    with named_as_sent(names):
+        prompt = await chat_prompt(template, context, tools.offered)
     plan = plan_answers(context, params, tools, prompt.text, continued_text(template))
     generation = await prepare(
         request,
@@ -94,6 +98,6 @@ async def prepare_chat(
         add_special_tokens=False,  # they are ids already
         default_max_tokens=default_max_tokens,
         shown_logprobs=shown_logprobs,
-        constraint="tools" if tools.enforced else body.constraint,
+        names=names,
     )
     return generation, plan

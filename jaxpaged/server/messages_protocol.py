@@ -60,6 +60,10 @@ class MessagesRequest(GenerationRequest, MessagesFields):
     metadata: dict[str, Any] | None = None  # accepted, unused
     chat_template_kwargs: dict[str, Any] | None = None
 
+    @property
+    def sent_names(self) -> dict[str, str]:
+        return {**super().sent_names, "prompt": "messages", "stop": "stop_sequences"}
+
 
 class CountTokensRequest(MessagesFields):
     """POST /v1/messages/count_tokens."""

@@ -104,9 +104,9 @@ class GenerationRequest(SamplingFields):
     guided_grammar: Any = None
 
     @property
-    def constraint(self) -> str:
-        """The field that says what the output must match, if any does."""
-        return "response_format" if self.structured_outputs is None else "structured_outputs"
+    def sent_names(self) -> dict[str, str]:
+        """What this request calls the engine's fields, where that differs."""
+        return {} if self.structured_outputs else {"structured_outputs": "response_format"}
 
 
 def _read_prompt(prompt: Any, read: ValidatorFunctionWrapHandler) -> Any:
@@ -165,28 +165,12 @@ class ChatCompletionRequest(GenerationRequest, ChatTemplateFields):
     functions: list[Any] | None = None
     function_call: Any = None
 
-
-class TokenizeTextRequest(BaseModel):
-    """POST /tokenize with a text."""
-
-    model: str | None = None
-    prompt: str
-    add_special_tokens: bool = True
-    return_token_strs: bool = False
-
-
-class TokenizeChatRequest(ChatTemplateFields):
-    """POST /tokenize with a chat."""
-
-    model: str | None = None
-    return_token_strs: bool = False
-
-
-class DetokenizeRequest(BaseModel):
-    """POST /detokenize."""
-
-    model: str | None = None
-    tokens: Many[int]
+    @property
+    def sent_names(self) -> dict[str, str]:
+        names = {"prompt": "messages", "logprobs": "top_logprobs"}
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        return {**super().sent_names, **names}
 
 
 # -- responses -----------------------------------------------------------------------------------
@@ -379,18 +363,3 @@ class ModelList(BaseModel):
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
-
-
-class TokenizeResponse(BaseModel):
-    """Answer of /tokenize."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = omitted()
-
-
-class DetokenizeResponse(BaseModel):
-    """Answer of /detokenize."""
-
-    prompt: str

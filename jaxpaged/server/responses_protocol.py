@@ -78,9 +78,11 @@ class ResponsesRequest(GenerationRequest):
         return {**fields, "response_format": form}
 
     @property
-    def constraint(self) -> str:
-        given = super().constraint
-        return "text" if given == "response_format" and self.text is not None else given
+    def sent_names(self) -> dict[str, str]:
+        names = {"prompt": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+        if self.text is not None and not self.structured_outputs:
+            names["structured_outputs"] = "text"
+        return {**super().sent_names, **names}
 
     input: str | Messages[InputItem]
     instructions: str | None = None

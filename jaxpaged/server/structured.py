@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
@@ -58,17 +56,6 @@ def structured_outputs(
         return StructuredOutputs(**field.model_dump(by_alias=True))
     except ValueError as error:
         raise BadRequestError(str(error), PARAM) from error
-
-
-@contextmanager
-def named_as_sent(field: str) -> Iterator[None]:
-    """The engine knows one field for constraints: let its complaints name the one that was sent."""
-    try:
-        yield
-    except BadRequestError as error:
-        if error.param == PARAM:
-            error.param = field
-        raise
 
 
 def _of_format(wanted: ResponseFormat) -> StructuredOutputs | None:

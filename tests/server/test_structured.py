@@ -121,7 +121,8 @@ def test_complaints_of_a_running_engine_name_the_field_that_was_sent(streamed: b
 
     context: Any = SimpleNamespace(engine=Refusing())
     nothing: Any = None
-    generation = Generation("a", context, nothing, [nothing], nothing, nothing, "tools")
+    names = {PARAM: "tools"}
+    generation = Generation("a", context, nothing, [nothing], nothing, nothing, names)
 
     async def answer() -> None:
         if streamed:

@@ -8,14 +8,14 @@ from fastapi import APIRouter
 
 from jaxpaged.engine.errors import BadRequestError
 from jaxpaged.server.context import Context
-from jaxpaged.server.protocol import (
+from jaxpaged.server.templating import chat_token_ids
+from jaxpaged.server.tokens_protocol import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeChatRequest,
     TokenizeResponse,
     TokenizeTextRequest,
 )
-from jaxpaged.server.templating import chat_token_ids
 
 router = APIRouter(tags=["tokens"])
 
