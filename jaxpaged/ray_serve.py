@@ -61,8 +61,7 @@ RAYS_OWN = {  # settings of a server that have another place on a cluster
     "shutdown_timeout": "graceful_shutdown_timeout_s of the deployment Engine",
     "enable_admin": "no place: its routes would reach one replica of many",
 }
-ANY_NUMBER = 1_000_000  # of requests that pass the front at a time: the engines set the limit
-BATCH = 256  # sequences a step of a replica on a GPU, unless told
+ANY_NUMBER = 1_000_000  # of requests at a time: the engine schedules and bounds them
 LAST_SECONDS = 0.5  # for the last answers of an engine that died, before its replica ends
 RETRY_SECONDS = 0.1  # until a request that a dying replica turned away is sent to another
 DIED = "the replica that answered this request died; send it again"
@@ -104,22 +103,28 @@ def application(settings: dict[str, Any]) -> serve.Application:
 
 
 def deployed(
-    engine_config: EngineConfig, config: ServerConfig, core_command: Sequence[str] = CORE_COMMAND
+    engine_config: EngineConfig,
+    config: ServerConfig,
+    *,
+    core_command: Sequence[str] = CORE_COMMAND,
+    **options: Any,
 ) -> serve.Application:
-    """The same from settings as they are. What Ray is told here, a Serve config may override."""
-    waiting = engine_config.max_num_queued_reqs
+    """The same from Python, for `serve.run`.
+
+    Args:
+        options: Ray's for the deployment `Engine`, over those that are set here.
+    """
     quiet = {"enable_access_log": False}  # jaxpaged has its own: --enable-log-requests
-    engine = serve.deployment(
-        Engine,
-        name="Engine",
-        ray_actor_options={"num_cpus": 1, "num_gpus": engine_config.tensor_parallel_size},
-        # What does not fit a step waits at the front, where a new replica can take it.
-        max_ongoing_requests=engine_config.max_num_seqs or BATCH,
-        max_queued_requests=-1 if waiting is None else waiting,
-        request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
-        health_check_period_s=2,
-        graceful_shutdown_timeout_s=60,
-        logging_config=quiet,
+    engine = serve.deployment(Engine, name="Engine").options(
+        **{
+            "ray_actor_options": {"num_cpus": 1, "num_gpus": engine_config.tensor_parallel_size},
+            "max_ongoing_requests": ANY_NUMBER,
+            "request_router_config": RequestRouterConfig(request_router_class=PrefixRouter),
+            "health_check_period_s": 2,
+            "graceful_shutdown_timeout_s": 60,
+            "logging_config": quiet,
+            **options,
+        }
     )
     front = serve.deployment(
         serve.ingress()(Front),
@@ -162,6 +167,9 @@ class PrefixRouter(RequestRouter):
     Unless it has `slack` requests more than the idlest replica: then, as for a prompt without a
     known prefix, the idler of any two.
     """
+
+    # Ray's 0.1 would give a prefix away when its replica is busy with a long text for a moment.
+    queue_len_response_deadline_s = 1.0
 
     def initialize_state(self, slack: int = 8) -> None:
         """Called by Ray with the router's settings."""
