@@ -188,7 +188,7 @@ class PrefixRouter(RequestRouter):
             return [any_two]
         pending_request.routing_context.should_backoff = True  # if all of them are full
         idlest = min(self._running[replica.replica_id] for replica in candidate_replicas)
-        home = self._home(candidate_replicas, prefixes(pending_request.args[1]))
+        home = self._home(candidate_replicas, pending_request.args[-1])
         if home is None or self._running[home.replica_id] - idlest >= self._slack:
             return [any_two]
         return [[home], any_two]
@@ -207,7 +207,7 @@ class PrefixRouter(RequestRouter):
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
         """Called by Ray when the replica has taken the request."""
-        for key in prefixes(pending_request.args[1]):
+        for key in pending_request.args[-1]:
             self._homes[key] = replica_id
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
@@ -239,8 +239,13 @@ class Engine:
         self._app = create_app(context)
         self._ending = asyncio.create_task(self._end_when_dead())
 
-    async def answer(self, scope: Scope, body: bytes) -> AsyncGenerator[list[Message], None]:
+    async def answer(
+        self, scope: Scope, body: bytes, keys: list[int]
+    ) -> AsyncGenerator[list[Message], None]:
         """What the application sends, as it comes.
+
+        Args:
+            keys: the prompt's prefixes, which tell the router on the way where this belongs.
 
         Raises:
             EngineDeadError: nothing was begun, and another replica may do it.
@@ -379,8 +384,9 @@ class Front:
         """What a replica answers. 503 if it dies before it has said anything."""
         scope = {name: request.scope[name] for name in SCOPE if name in request.scope}
         body = await request.body()
+        keys = prefixes(body)
         while True:
-            answer = self._answers.remote(scope, body)
+            answer = self._answers.remote(scope, body, keys)
             try:
                 return _Relay(scope, await anext(answer), answer)
             except EngineDeadError:
