@@ -76,7 +76,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         port = probe.getsockname()[1]
     app = ray_serve.deployed(
         EngineConfig(model=str(write_byte_level(tmp_path_factory.mktemp("served")))),
-        ServerConfig(served_model_name=("M",), api_key=(KEY,)),
+        ServerConfig(served_model_name=("M",), api_key=(KEY,), max_request_bytes=20_000),
         core_command=(*FAKE_CORE, "--step-seconds", "0.02"),
         num_replicas=2,
     )
@@ -108,6 +108,8 @@ def test_the_openai_client_streams_through_it_and_errors_are_jaxpageds(cluster: 
     assert answer.usage is not None and answer.usage.completion_tokens == 1
     with pytest.raises(openai.NotFoundError, match="there is no model 'X' here; served: 'M'"):
         cluster.client.completions.create(model="X", prompt="hello")
+    with pytest.raises(openai.APIStatusError, match="longer than 20000 bytes"):
+        cluster.client.completions.create(model="M", prompt="hello" * 5000)
     with pytest.raises(openai.AuthenticationError, match="a valid API key is needed"):
         openai.OpenAI(base_url=cluster.url + "/v1", api_key="no", max_retries=0).models.list()
     assert httpx.get(cluster.url + "/metrics").status_code == 401
