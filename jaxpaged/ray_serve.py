@@ -14,23 +14,18 @@ import contextlib
 import dataclasses
 import logging
 import os
-import random
-from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
-from cachetools import LRUCache
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import RequestRouterConfig
-from ray.serve.exceptions import RayServeException
+from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
-from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
@@ -38,6 +33,7 @@ from jaxpaged.cli import API_KEY_VARIABLE
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.core_client import CORE_COMMAND
 from jaxpaged.engine.errors import EngineDeadError
+from jaxpaged.ray_router import PrefixRouter, prefixes
 from jaxpaged.server import errors
 from jaxpaged.server.app import create_app, guard
 from jaxpaged.server.run import prepared
@@ -52,22 +48,19 @@ SCOPE = (
     *("root_path", "headers", "client", "server"),
 )
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-RAYS_OWN = {  # settings of a server that have another place on a cluster
-    "host": "http_options of the Serve config",
-    "port": "http_options of the Serve config",
-    "uds": "http_options of the Serve config",
-    "ssl_keyfile": "http_options of the Serve config",
-    "ssl_certfile": "http_options of the Serve config",
-    "shutdown_timeout": "graceful_shutdown_timeout_s of the deployment Engine",
-    "enable_admin": "no place: its routes would reach one replica of many",
+NOT_HERE = {  # settings of a server that replicas cannot have
+    **dict.fromkeys(
+        ("host", "port", "uds", "ssl_keyfile", "ssl_certfile"),
+        "is set in http_options of the Serve config",
+    ),
+    "shutdown_timeout": "is set as graceful_shutdown_timeout_s of the deployment Engine",
+    "enable_admin": "is for one server: its routes would reach one replica of many",
 }
 ANY_NUMBER = 1_000_000  # of requests at a time: the engine schedules and bounds them
 LAST_SECONDS = 0.5  # for the last answers of an engine that died, before its replica ends
 RETRY_SECONDS = 0.1  # until a request that a dying replica turned away is sent to another
+FULL = "too many requests wait for a replica; send it again later"
 DIED = "the replica that answered this request died; send it again"
-BLOCK = 256  # bytes of a prompt that are remembered as one
-LONGEST = 256  # blocks of a prompt that are looked at
-MAX_BLOCKS = 200_000  # that are remembered, those of the latest prompts
 
 
 def application(settings: dict[str, Any]) -> serve.Application:
@@ -80,11 +73,9 @@ def application(settings: dict[str, Any]) -> serve.Application:
         ValueError: a flag that is unknown, does not fit, or that is Ray's to set.
     """
     given = {name.replace("-", "_"): value for name, value in settings.items()}
-    for name, place in RAYS_OWN.items():
+    for name, reason in NOT_HERE.items():
         if name in given:
-            raise ValueError(
-                f"{name} has {place if place[:2] == 'no' else 'its place in ' + place}"
-            )
+            raise ValueError(f"{name} {reason}")
     known = {
         kind: {field.name for field in dataclasses.fields(kind)}
         for kind in (EngineConfig, ServerConfig)
@@ -96,10 +87,13 @@ def application(settings: dict[str, Any]) -> serve.Application:
     engine_given, server_given = (
         {name: value for name, value in given.items() if name in names} for names in known.values()
     )
-    return deployed(
-        TypeAdapter(EngineConfig).validate_python(engine_given),
-        TypeAdapter(ServerConfig).validate_python(server_given),
-    )
+    try:
+        engine_config = TypeAdapter(EngineConfig).validate_python(engine_given)
+        config = TypeAdapter(ServerConfig).validate_python(server_given)
+    except ValidationError as error:  # its own words would quote what was given, say a key
+        places = [(".".join(map(str, found["loc"])), found["msg"]) for found in error.errors()]
+        raise ValueError("; ".join(": ".join(filter(None, place)) for place in places)) from None
+    return deployed(engine_config, config)
 
 
 def deployed(
@@ -114,10 +108,11 @@ def deployed(
     Args:
         options: Ray's for the deployment `Engine`, over those that are set here.
     """
+    gpus = engine_config.tensor_parallel_size * engine_config.pipeline_parallel_size
     quiet = {"enable_access_log": False}  # jaxpaged has its own: --enable-log-requests
     engine = serve.deployment(Engine, name="Engine").options(
         **{
-            "ray_actor_options": {"num_cpus": 1, "num_gpus": engine_config.tensor_parallel_size},
+            "ray_actor_options": {"num_cpus": 1, "num_gpus": gpus},
             "max_ongoing_requests": ANY_NUMBER,
             "request_router_config": RequestRouterConfig(request_router_class=PrefixRouter),
             "health_check_period_s": 2,
@@ -134,92 +129,6 @@ def deployed(
         logging_config=quiet,
     )
     return front.bind(engine.bind(engine_config, config, core_command), config)
-
-
-class _Prompt(msgspec.Struct):
-    """What a prompt is made of, in the order of its tokens, as the client spelled it."""
-
-    cache_salt: msgspec.Raw = msgspec.Raw()
-    tools: msgspec.Raw = msgspec.Raw()
-    system: msgspec.Raw = msgspec.Raw()
-    instructions: msgspec.Raw = msgspec.Raw()
-    messages: msgspec.Raw = msgspec.Raw()
-    prompt: msgspec.Raw = msgspec.Raw()
-    input: msgspec.Raw = msgspec.Raw()
-
-
-def prefixes(body: bytes) -> list[int]:
-    """A hash of each prefix of a request's prompt that ends with a block, the shortest first."""
-    try:
-        prompt = msgspec.json.decode(body, type=_Prompt)
-    except msgspec.DecodeError:
-        return []
-    text = b"".join(bytes(part) for part in msgspec.structs.astuple(prompt))
-    found = [0]
-    for start in range(0, min(len(text), BLOCK * LONGEST) - BLOCK + 1, BLOCK):
-        found.append(hash((found[-1], text[start : start + BLOCK])))
-    return found[1:]
-
-
-class PrefixRouter(RequestRouter):
-    """Prefers the replica that the longest prefix of the prompt was sent to last.
-
-    Unless it has `slack` requests more than the idlest replica: then, as for a prompt without a
-    known prefix, the idler of any two.
-    """
-
-    # Ray's 0.1 would give a prefix away when its replica is busy with a long text for a moment.
-    queue_len_response_deadline_s = 1.0
-
-    def initialize_state(self, slack: int = 8) -> None:
-        """Called by Ray with the router's settings."""
-        self._slack = slack
-        self._homes: LRUCache[int, ReplicaID] = LRUCache(MAX_BLOCKS)
-        self._running: Counter[ReplicaID] = Counter()
-
-    async def choose_replicas(
-        self,
-        candidate_replicas: list[RunningReplica],
-        pending_request: PendingRequest | None = None,
-    ) -> list[list[RunningReplica]]:
-        """Ranks of replicas; of a rank Ray takes the idlest that has room."""
-        any_two = random.sample(candidate_replicas, min(2, len(candidate_replicas)))
-        if pending_request is None:
-            return [any_two]
-        pending_request.routing_context.should_backoff = True  # if all of them are full
-        idlest = min(self._running[replica.replica_id] for replica in candidate_replicas)
-        home = self._home(candidate_replicas, pending_request.args[-1])
-        if home is None or self._running[home.replica_id] - idlest >= self._slack:
-            return [any_two]
-        return [[home], any_two]
-
-    def _home(self, candidates: list[RunningReplica], keys: list[int]) -> RunningReplica | None:
-        by_id = {replica.replica_id: replica for replica in candidates}
-        found = None
-        for key in keys:
-            owner = self._homes.get(key)
-            if owner is None:
-                break
-            found = by_id.get(owner, found)
-        return found
-
-    def on_request_routed(
-        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
-    ) -> None:
-        """Called by Ray when the replica has taken the request."""
-        for key in pending_request.args[-1]:
-            self._homes[key] = replica_id
-
-    def on_send_request(self, replica_id: ReplicaID) -> None:
-        """Called by Ray for everything sent to a replica."""
-        super().on_send_request(replica_id)
-        self._running[replica_id] += 1
-
-    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Called by Ray when it has ended, in whatever way."""
-        self._running[replica_id] -= 1
-        if self._running[replica_id] <= 0:
-            del self._running[replica_id]
 
 
 class Engine:
@@ -393,7 +302,8 @@ class Front:
                 await asyncio.sleep(RETRY_SECONDS)
             except (RayError, RayServeException) as error:
                 log.warning("%s", error)
-                return errors.error_response(503, DIED, scope=scope)
+                message = FULL if isinstance(error, BackPressureError) else DIED
+                return errors.error_response(503, message, scope=scope)
 
     async def metrics(self, request: Request) -> Response:
         """Those of every replica, by a label `replica`."""

@@ -31,7 +31,7 @@ ray = pytest.importorskip("ray", reason="needs the extra ray")
 serve = pytest.importorskip("ray.serve", reason="needs the extra ray")
 from ray.serve.schema import ServeDeploySchema  # noqa: E402
 
-from jaxpaged import ray_serve  # noqa: E402
+from jaxpaged import ray_router, ray_serve  # noqa: E402
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "ray" / "serve_config.yaml"
 KEY = "sesame"
@@ -188,7 +188,7 @@ class Routing:
     """The router with replicas that are names, and no Ray around it."""
 
     def __init__(self, slack: int) -> None:
-        self.router = object.__new__(ray_serve.PrefixRouter)
+        self.router = object.__new__(ray_router.PrefixRouter)
         self.router._use_replica_queue_len_cache = False  # of Ray's
         self.router.initialize_state(slack=slack)
 
@@ -228,7 +228,7 @@ def test_the_router_prefers_the_longest_prefix_within_its_slack():
 
 def test_prefixes_follow_the_prompt_alone():
     def keys(**body: Any) -> list[int]:
-        return ray_serve.prefixes(json.dumps(body).encode())
+        return ray_router.prefixes(json.dumps(body).encode())
 
     said = [{"role": "user", "content": "The king is dead. " * 40}]
     first = keys(model="M", messages=said, temperature=1)
@@ -236,8 +236,8 @@ def test_prefixes_follow_the_prompt_alone():
     assert len(first) == 2 and len(then) > 3 and then[:2] == first
     assert keys(messages=said, tools=[{"name": "f"}])[0] != first[0]
     assert keys(messages=said, cache_salt="mine")[0] != first[0]
-    assert keys(prompt="short") == ray_serve.prefixes(b"no JSON") == ray_serve.prefixes(b"") == []
-    assert len(keys(prompt="x" * 10**6)) == ray_serve.LONGEST
+    assert keys(prompt="short") == ray_router.prefixes(b"no JSON") == ray_router.prefixes(b"") == []
+    assert len(keys(prompt="x" * 10**6)) == ray_router.LONGEST
 
 
 def test_the_config_that_the_documents_name_fits(monkeypatch: pytest.MonkeyPatch):
@@ -255,11 +255,12 @@ def test_the_config_that_the_documents_name_fits(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"port": 80}, "port has its place in http_options of the Serve config"),
-        ({"enable-admin": True}, "enable_admin has no place"),
+        ({"port": 80}, "port is set in http_options of the Serve config"),
+        ({"enable-admin": True}, "enable_admin is for one server"),
         ({"modle": "x"}, "jaxpaged serve has no such flags: modle"),
         ({"block-size": 17}, "block_size"),
-        ({"max_num_seqs": "many"}, "max_num_seqs"),
+        ({"max_num_seqs": "many"}, "^max_num_seqs: Input should be a valid integer"),
+        ({"api_key": "secret"}, "^api_key: Input should be a valid tuple$"),
     ],
 )
 def test_flags_that_do_not_fit(settings: dict[str, Any], message: str):
@@ -268,6 +269,8 @@ def test_flags_that_do_not_fit(settings: dict[str, Any], message: str):
 
 
 def test_each_replica_asks_for_the_gpus_of_its_engine():
-    front = ray_serve.application({"tensor-parallel-size": 4})._bound_deployment
+    front = ray_serve.application(
+        {"tensor-parallel-size": 4, "pipeline_parallel_size": 2}
+    )._bound_deployment
     engine = front.init_args[0]._bound_deployment
-    assert engine.ray_actor_options["num_gpus"] == 4
+    assert engine.ray_actor_options["num_gpus"] == 8
