@@ -10,7 +10,7 @@ import socket
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from fake_server import FAKE_CORE, eventually
 from tiny_tokenizer import write_byte_level
 
 from jaxpaged.config import EngineConfig
+from jaxpaged.engine.errors import EngineDeadError
 from jaxpaged.server_config import ServerConfig
 
 ray = pytest.importorskip("ray", reason="needs the extra ray")
@@ -55,7 +56,7 @@ class Cluster:
         text = httpx.get(self.url + "/metrics", headers=headers, timeout=60).text
         found: Counter[str] = Counter()
         for labels, value in re.findall(rf"^jaxpaged:{name}{{(.*)}} (\S+)$", text, re.M):
-            found[re.search('replica="(.*?)"', labels)[1]] += float(value)  # type: ignore[index]
+            found[re.search('replica="(.*?)"', labels)[1]] += float(value)
         return found
 
     def chat(self, text: str, tokens: int) -> str:
@@ -182,6 +183,69 @@ def test_what_runs_gets_to_finish_when_the_application_is_taken_down(cluster: Cl
         eventually(lambda: sum(cluster.by_replica("num_requests_running").values()) == 1)
         serve.delete("app")
     assert "hello world" in stream.result()
+
+
+def scope(path: str) -> dict[str, Any]:
+    headers = [(b"content-type", b"application/json")]
+    return {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
+        "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"",
+        "root_path": "", "headers": headers, "client": ("127.0.0.1", 1), "server": ("here", 80),
+    }  # fmt: skip
+
+
+class Replica(ray_serve.Engine):
+    """One that Ray does not know."""
+
+    def __del__(self) -> None:
+        """Nobody would await that of a replica."""
+
+
+def test_a_replica_whose_engine_died_is_ill_and_begins_nothing():
+    async def check() -> None:
+        replica = object.__new__(Replica)
+        await replica.__init__(EngineConfig(skip_tokenizer_init=True), ServerConfig(), FAKE_CORE)
+        replica._ending.cancel()  # it would end this process
+        await replica.check_health()
+        body = json.dumps({"model": "demo", "prompt": [5, CRASH]}).encode()
+        request = (scope("/v1/completions"), body, [])
+        start, *_ = [message async for batch in replica.answer(*request) for message in batch]
+        assert start["status"] == 503
+        with pytest.raises(EngineDeadError, match="boom"):
+            await replica.check_health()
+        with pytest.raises(EngineDeadError, match="boom"):
+            await anext(replica.answer(*request))
+        await ray_serve.Engine.__del__(replica)
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    ("path", "last"),
+    [("/v1/completions", b'data: {"error":{'), ("/v1/messages", b'event: error\ndata: {"type"')],
+)
+def test_a_stream_that_a_replica_leaves_ends_with_an_error(path: str, last: bytes):
+    def relay(kind: bytes) -> list[dict[str, Any]]:
+        start = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]}
+        piece = {"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True}
+        sent: list[dict[str, Any]] = []
+
+        async def rest() -> AsyncIterator[list[dict[str, Any]]]:
+            yield [piece]
+            raise ray.exceptions.ActorDiedError
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        asyncio.run(ray_serve._Relay(scope(path), [start], rest())({}, send, send))
+        assert sent[:2] == [start, piece]
+        return sent[2:]
+
+    (end,) = relay(b"text/event-stream; charset=utf-8")
+    assert end["body"].startswith(last) and ray_serve.DIED.encode() in end["body"]
+    assert not end.get("more_body")
+    with pytest.raises(ray.exceptions.ActorDiedError):  # the client sees a connection cut off
+        relay(b"application/json")
 
 
 class Routing:
