@@ -25,7 +25,6 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.rms_norm import HalfNormed, Rows
 
 MAX_ROWS = 64
-FEW_ROWS = 32  # with more, XLA's products catch up
 MAX_ELEMENTS = 8 << 20  # of a kernel; XLA streams larger ones as fast, and fuses as much
 PROGRAMS = 132  # multiprocessors of an H100 or H200
 
@@ -72,27 +71,27 @@ class TuningConfig:
         return F % self.block_out == 0 and D % (self.block_in * self.splits) == 0
 
 
-def tuning_config(*, D: int, F: int, gated: bool) -> TuningConfig:
-    """The setting for rows of D terms and F columns out, as measured on an H200.
+def tuning_config(*, T: int, D: int, F: int, gated: bool) -> TuningConfig:
+    """The setting for T rows of D terms and F columns out, as measured on an H200.
 
     All fit the 99 KiB of shared memory of GPUs of compute capability 8.6 and 8.9.
     """
-    blocks = F // 32
+    blocks, few = F // 32, T <= 32
     if blocks <= PROGRAMS // 2:
         splits = min(4, PROGRAMS // max(blocks, 1))
-        return TuningConfig(32, 128, splits, 4, max(1, min(6, D // 128 // splits)))
-    return TuningConfig(32, 256, 1, 4, 3 if gated else 4)
+        return TuningConfig(32, 128, splits, 4, max(1, min(6 if few else 4, D // 128 // splits)))
+    return TuningConfig(32, 256 if few else 128, 1, 4, 3 if gated else 4)
 
 
 def is_faster(x_TD: jax.Array, kernel: jax.Array, activation: str | None) -> bool:
     """Whether `small_batch_linear` takes these operands, and an H200 less time than XLA's way."""
-    D, F = kernel.shape[0], kernel.shape[-1]
+    (T, D), F = x_TD.shape, kernel.shape[-1]
     return (
         x_TD.dtype == kernel.dtype == jnp.bfloat16
-        and x_TD.shape[0] <= FEW_ROWS
+        and T <= MAX_ROWS
         and kernel.size <= MAX_ELEMENTS
         and activation != NOT_IN_KERNELS
-        and tuning_config(D=D, F=F, gated=kernel.ndim == 3).fits(D, F)
+        and tuning_config(T=T, D=D, F=F, gated=kernel.ndim == 3).fits(D, F)
     )
 
 
@@ -132,7 +131,7 @@ def small_batch_linear(
     x_TD, square_XT = x if isinstance(x, HalfNormed) else (x, None)
     T, D = x_TD.shape
     gated, F = activation is not None, kernel.shape[-1]
-    config = config or tuning_config(D=D, F=F, gated=gated)
+    config = config or tuning_config(T=T, D=D, F=F, gated=gated)
     if kernel.shape != ((D, 2, F) if gated else (D, F)):
         raise ValueError(f"rows of {D} and {activation} do not fit a kernel of {kernel.shape}")
     if not x_TD.dtype == kernel.dtype == jnp.bfloat16:

@@ -20,7 +20,7 @@ def test_product_and_bias_with_several_axes_out() -> None:
     x, kernel, bias = RNG.normal(size=(5, 4)), RNG.normal(size=(4, 2, 3, 6)), RNG.normal(size=36)
     bias = bias.reshape(2, 3, 6)
     layer = Linear((4,), (2, 3, 6), (None,), SPLIT, use_bias=True)
-    y = layer.apply({"params": {"kernel": kernel, "bias": bias}}, x)
+    y = layer.apply({"params": {"kernel": kernel, "bias": bias}}, Rows(x)).x
     np.testing.assert_allclose(y, np.einsum("td,dkxh->tkxh", x, kernel) + bias, rtol=1e-4)
 
 
@@ -29,13 +29,13 @@ def test_product_over_several_axes_or_their_merger() -> None:
     layer = Linear((2, 3, 6), (4,), SPLIT, (None,))
     expected = np.einsum("tkgh,kghd->td", x, kernel)
     for shape in ((5, 2, 3, 6), (5, 6, 6)):
-        y = layer.apply({"params": {"kernel": kernel}}, x.reshape(shape))
+        y = layer.apply({"params": {"kernel": kernel}}, Rows(x.reshape(shape))).x
         np.testing.assert_allclose(y, expected, rtol=1e-4)
 
 
 def test_leaves_carry_logical_axes() -> None:
     layer = Linear((4,), (2, 3, 6), (None,), SPLIT, use_bias=True)
-    boxed = jax.eval_shape(layer.init, jax.random.key(0), jnp.zeros((5, 4)))["params"]
+    boxed = jax.eval_shape(layer.init, jax.random.key(0), Rows(jnp.zeros((5, 4))))["params"]
     assert boxed["kernel"].names == (None, *SPLIT)
     assert boxed["bias"].names == SPLIT
     assert boxed["bias"].value.shape == (2, 3, 6)

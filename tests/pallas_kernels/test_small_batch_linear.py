@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -55,7 +56,7 @@ def expected(
     return y if residual_TF is None else y + np.asarray(residual_TF, np.float64)
 
 
-@pytest.mark.parametrize("T", [1, 16, 27])
+@pytest.mark.parametrize("T", [1, 16, 27, 50])
 @pytest.mark.parametrize(
     ("options", "config"),
     [
@@ -159,14 +160,14 @@ def test_where_it_is_faster() -> None:
         like = partial(jax.ShapeDtypeStruct, dtype=dtype)
         return is_faster(like((T, D)), like((D, *out)), activation)
 
-    for T in (8, 16, 32):
+    for T in (8, 32, 64):
         assert asked(T, 1024, 4096)
         assert asked(T, 2048, 1024)
         assert asked(T, 1024, 2, 3072, activation="silu")
         assert asked(T, 3072, 1024)
         assert not asked(T, 3584, 4608)
         assert not asked(T, 18944, 3584)
-    assert not asked(64, 2048, 1024)
+    assert not asked(128, 2048, 1024)
     assert not asked(8, 2048, 1024, dtype=jnp.float32)
     assert not asked(8, 1024, 2, 3072, activation="gelu")
     assert not asked(8, 1000, 1024)
@@ -174,6 +175,6 @@ def test_where_it_is_faster() -> None:
 
 
 def test_settings_fill_the_card() -> None:
-    for F in (1024, 1536, 2048, 4096):
-        config = tuning_config(D=3072, F=F, gated=False)
+    for T, F in product((8, 64), (1024, 1536, 2048, 4096)):
+        config = tuning_config(T=T, D=3072, F=F, gated=False)
         assert 64 <= F // config.block_out * config.splits <= 132
