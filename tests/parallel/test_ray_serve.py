@@ -85,7 +85,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex())  # else it is kept in the home folder
         ray.init(
-            num_cpus=4, num_gpus=3, include_dashboard=False, object_store_memory=100 << 20,
+            num_cpus=3, num_gpus=2, include_dashboard=False, object_store_memory=100 << 20,
             log_to_driver=False, _temp_dir=folder,
         )  # fmt: skip
         try:
@@ -122,17 +122,18 @@ def test_the_openai_client_streams_through_it_and_errors_are_jaxpageds(cluster: 
 
 
 def test_a_prefix_is_sent_where_it_was_before(cluster: Cluster):
-    homes = set()
-    for family in ("lazy dog", "brown fox", "Alpha Beta", "Gamma Delta", "Eta Theta"):
+    homes = Counter()
+    while len(homes) < 2 or homes.total() < 4:  # a new prefix goes to any of the two
+        assert homes.total() < 20, homes
         used = set()
         for turn in range(3):
             before = cluster.by_replica("request_success_total")
-            body = {"prompt": f"{family} the quick " * 24 + "jumps" * turn, "max_tokens": 1}
-            assert cluster.post("/v1/completions", model="M", **body).status_code == 200
+            prompt = f"{homes.total()} the quick " * 24 + "jumps" * turn
+            answer = cluster.post("/v1/completions", model="M", prompt=prompt, max_tokens=1)
+            assert answer.status_code == 200, answer.text
             used |= set(cluster.by_replica("request_success_total") - before)
-        assert len(used) == 1, family
-        homes |= used
-    assert len(homes) == 2  # by chance one time in 16 were it not for
+        assert len(used) == 1
+        homes.update(used)
 
 
 def test_a_client_leaves(cluster: Cluster):
