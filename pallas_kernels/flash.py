@@ -7,13 +7,15 @@ head dims that are none are padded, which costs lanes but no memory traffic.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels.page_scales import check_page_scales
 
 MASKED = -1e30  # score of a key that a row cannot see; finite, so that no row becomes NaN
 LOG2_E = math.log2(math.e)
@@ -25,12 +27,12 @@ class Scoring:
     """From dot products of queries and keys to scores.
 
     Attributes:
-        scale: factor of the dot products.
+        scale: factor of the dot products; in a kernel it may be an array.
         window: tokens a query sees, itself included; None: all.
         softcap: scores become softcap * tanh(score / softcap); None: they stay.
     """
 
-    scale: float
+    scale: Any
     window: int | None
     softcap: float | None
 
@@ -70,23 +72,29 @@ class Softmax(NamedTuple):
         v_CH: jax.Array,
         sees_RC: jax.Array | None,
         scoring: Scoring,
+        slot_scales: tuple[jax.Array, jax.Array] | None = None,
     ) -> Softmax:
         """Add C keys. `sees_RC` (None: all seen) may have one row for all.
+
+        `slot_scales` [C] are what keys and values are to be multiplied by, if anything.
 
         A row that has seen no key yet may collect finite rubbish here: the first key that it
         does see, which must come, takes that away.
         """
-        score_RC = scoring.base2(dot(q_RH, k_CH, trans_b=True))
+        product_RC = dot(q_RH, k_CH, trans_b=True)
+        if slot_scales is not None:
+            product_RC *= slot_scales[0][None, :]
+        score_RC = scoring.base2(product_RC)
         if sees_RC is not None:
             score_RC = jnp.where(sees_RC, score_RC, MASKED)
         max_R = jnp.maximum(self.max_R, score_RC.max(axis=1))
         decay_R = jnp.exp2(self.max_R - max_R)
         weight_RC = jnp.exp2(score_RC - max_R[:, None])
-        return Softmax(
-            self.out_RH * decay_R[:, None] + dot(weight_RC.astype(v_CH.dtype), v_CH),
-            max_R,
-            self.sum_R * decay_R + weight_RC.sum(axis=1),
-        )
+        sum_R = self.sum_R * decay_R + weight_RC.sum(axis=1)
+        if slot_scales is not None:
+            weight_RC *= slot_scales[1][None, :]
+        out_RH = self.out_RH * decay_R[:, None] + dot(weight_RC.astype(v_CH.dtype), v_CH)
+        return Softmax(out_RH, max_R, sum_R)
 
     def normalised(self) -> jax.Array:
         """The rows' attention outputs [R, H]."""
@@ -133,19 +141,65 @@ def _padded_place(ref: Any, index: tuple[Any, ...]) -> tuple[Any, jax.Array]:
     return ref.at[(*columns, h_1H)], jnp.broadcast_to(h_1H < H, (R, padded(H)))
 
 
-def load_keys(
-    pages_ref: Any, page_table_ref: Any, b: jax.Array, k: jax.Array, key_C: jax.Array, dtype: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Keys and values [C, padded H] of sequence `b` at positions `key_C`, for KV head `k`."""
-    S = pages_ref.shape[3]
-    page_C, slot_C = page_table_ref[b, lax.div(key_C, S)], lax.rem(key_C, S)
-    k_CH = load_rows(pages_ref, page_C, 0, k, slot_C)
-    v_CH = load_rows(pages_ref, page_C, 1, k, slot_C)
-    return k_CH.astype(dtype), v_CH.astype(dtype)
+@dataclass(frozen=True)
+class Pages:
+    """A KV head's keys and values in a kernel.
+
+    Attributes:
+        pages_ref: the pool, [P, 2, K, S, H].
+        scale_ref: its scales, [2, K] or [P, 2, K, S]; None: it has none.
+        page_table_ref: pages of each sequence, [B, M].
+        k: the head.
+        dtype: what keys and values are converted to.
+    """
+
+    pages_ref: Any
+    scale_ref: Any
+    page_table_ref: Any
+    k: jax.Array
+    dtype: Any
+
+    def fold(
+        self,
+        softmax: Softmax,
+        b: jax.Array,
+        key_C: jax.Array,
+        q_RH: jax.Array,
+        sees_RC: jax.Array | None,
+        scoring: Scoring,
+    ) -> Softmax:
+        """Add the keys of sequence `b` at positions `key_C`; see `Softmax.fold`."""
+        S = self.pages_ref.shape[3]
+        page_C, slot_C = self.page_table_ref[b, lax.div(key_C, S)], lax.rem(key_C, S)
+        kv_2CH = [
+            load_rows(self.pages_ref, page_C, side, self.k, slot_C).astype(self.dtype)
+            for side in (0, 1)
+        ]
+        slot_scales = None
+        if self.scale_ref is not None and len(self.scale_ref.shape) == 4:
+            keys_C, values_C = (self.scale_ref[page_C, side, self.k, slot_C] for side in (0, 1))
+            slot_scales = keys_C, values_C
+        return softmax.fold(q_RH, *kv_2CH, sees_RC, scoring, slot_scales)
+
+    def scored(self, scoring: Scoring) -> Scoring:
+        """`scoring` of what is stored, where one scale is all keys'."""
+        if self.scale_ref is None or len(self.scale_ref.shape) == 4:
+            return scoring
+        return replace(scoring, scale=scoring.scale * self.scale_ref[0, self.k])
+
+    def normalised(self, softmax: Softmax) -> jax.Array:
+        """The rows' attention outputs [R, H]."""
+        if self.scale_ref is None or len(self.scale_ref.shape) == 4:
+            return softmax.normalised()
+        return softmax.normalised() * self.scale_ref[1, self.k]
 
 
 def check_operands(
-    q_TNH: jax.Array, pages_P2KSH: jax.Array, page_table_BM: jax.Array, kv_len_B: jax.Array
+    q_TNH: jax.Array,
+    pages_P2KSH: jax.Array,
+    page_table_BM: jax.Array,
+    kv_len_B: jax.Array,
+    page_scales: jax.Array | None = None,
 ) -> None:
     """Raise ValueError where shapes or dtypes do not fit together."""
     if q_TNH.ndim != 3 or pages_P2KSH.ndim != 5 or pages_P2KSH.shape[1] != 2:
@@ -164,6 +218,6 @@ def check_operands(
         raise ValueError(f"the page size must be a power of two, got {S}")
     if page_table_BM.shape[0] != kv_len_B.shape[0]:
         raise ValueError(f"{page_table_BM.shape[0]} rows of pages for {kv_len_B.shape[0]} lengths")
-    for name, dtype in (("queries", q_TNH.dtype), ("pages", pages_P2KSH.dtype)):
-        if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-            raise ValueError(f"{name} must be float32, bfloat16 or float16, got {dtype}")
+    if q_TNH.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(f"queries must be float32, bfloat16 or float16, got {q_TNH.dtype}")
+    check_page_scales(pages_P2KSH, page_scales)

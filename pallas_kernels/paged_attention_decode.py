@@ -21,14 +21,15 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.flash import (
     MASKED,
+    Pages,
     Scoring,
     Softmax,
     check_operands,
-    load_keys,
     load_rows,
     padded,
     store_rows,
 )
+from pallas_kernels.page_scales import computed_dtype
 
 FEW = 8  # sequences up to which each may be cut into tens of items
 GRAIN = 16  # keys that the items' lengths are multiples of
@@ -91,6 +92,7 @@ def paged_attention_decode(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    page_scales: jax.Array | None = None,
     into_TNH: jax.Array | None = None,
     config: TuningConfig | None = None,
     interpret: bool = False,
@@ -103,13 +105,14 @@ def paged_attention_decode(
     Args:
         q_TNH: queries; sequence b's is row b. T == B, or T >= B with `into_TNH`. Head n belongs
             to KV head n // (N / K), N / K <= 16, H <= 256.
-        pages_P2KSH: the pool, keys at 0 and values at 1; float32, bfloat16 or float16, S a power
-            of two. Where it differs from the queries' dtype, the wider one is computed with.
+        pages_P2KSH: the pool, keys at 0 and values at 1, S a power of two. Where its dtype is not
+            the queries', see `page_scales.computed_dtype`.
         page_table_BM: int32 pages of each sequence in order of position. Entries that the query
             cannot see (beyond the length, before the window) may be anything.
         kv_len_B: int32 keys of each sequence, the query's own included; 0 gives a row of 0.
         num_decodes: int32 scalar, sequences in use; they come first.
         scale, window, softcap: see `flash.Scoring`.
+        page_scales: of pages of one byte; see `page_scales`.
         into_TNH: where the rows go; its other rows stay, in place if it is no longer needed.
         config: layout on the card; None: `tuning_config`.
         interpret: run on any platform, slowly.
@@ -120,12 +123,12 @@ def paged_attention_decode(
     Raises:
         ValueError: shapes, dtypes or options outside these bounds.
     """
-    check_operands(q_TNH, pages_P2KSH, page_table_BM, kv_len_B)
+    check_operands(q_TNH, pages_P2KSH, page_table_BM, kv_len_B, page_scales)
     T, N, H = q_TNH.shape
     B, K = kv_len_B.shape[0], pages_P2KSH.shape[2]
     if T != B and (into_TNH is None or T < B):
         raise ValueError(f"{T} queries for {B} sequences")
-    dtype = jnp.promote_types(q_TNH.dtype, pages_P2KSH.dtype)
+    dtype = computed_dtype(q_TNH.dtype, pages_P2KSH.dtype)
     config = config or tuning_config(B=B, K=K, H=H, bytes_per_element=dtype.itemsize)
     plan = _share_out(
         kv_len_B,
@@ -138,6 +141,7 @@ def paged_attention_decode(
     )
     W = plan.item_W5.shape[0]
     ins = [plan.item_W5, plan.arrived_BK, q_TNH, pages_P2KSH, page_table_BM]
+    ins += [] if page_scales is None else [page_scales]
     outs = [jax.ShapeDtypeStruct(q_TNH.shape, q_TNH.dtype)]
     if config.programs:
         outs += [
@@ -150,6 +154,7 @@ def paged_attention_decode(
             scoring=Scoring(scale, window, softcap),
             config=config,
             dtype=dtype,
+            has_scales=page_scales is not None,
             has_input=into_TNH is not None,
             interpret=interpret,
         ),
@@ -281,14 +286,16 @@ def _decode_kernel(
     q_ref: Any,
     pages_ref: Any,
     page_table_ref: Any,
-    *outs: Any,
+    *rest: Any,
     scoring: Scoring,
     config: TuningConfig,
     dtype: Any,
+    has_scales: bool,
     has_input: bool,
     interpret: bool,
 ) -> None:
-    out_ref, *parts = outs[has_input:]
+    scale_ref = rest[0] if has_scales else None
+    out_ref, *parts = rest[has_scales + has_input :]
     B, K = arrived_ref.shape
     block = config.block_keys
     pid = pl.program_id(0)
@@ -303,18 +310,18 @@ def _decode_kernel(
     def _() -> None:
         b_R = jnp.full_like(n_R, b)
         q_RH = load_rows(q_ref, b_R, jnp.where(live_R, n_R, 0)).astype(dtype)
+        pages = Pages(pages_ref, scale_ref, page_table_ref, k, dtype)
+        scored = pages.scored(scoring)
 
         def fold(i: jax.Array, softmax: Softmax) -> Softmax:
             key_C = begin + i * block + jnp.arange(block)
             # Only keys that are seen are read: what lies beyond may be anything, NaN included.
-            k_CH, v_CH = load_keys(
-                pages_ref, page_table_ref, b, k, jnp.minimum(key_C, end - 1), dtype
-            )
-            return softmax.fold(q_RH, k_CH, v_CH, (key_C < end)[None, :], scoring)
+            read_C = jnp.minimum(key_C, end - 1)
+            return pages.fold(softmax, b, read_C, q_RH, (key_C < end)[None, :], scored)
 
         blocks = lax.div(end - begin + (block - 1), block)
         softmax = lax.fori_loop(0, blocks, fold, Softmax.start(R, q_RH.shape[1]))
-        out_RH = softmax.normalised()
+        out_RH = pages.normalised(softmax)
 
         @pl.when(items == 1)
         def _() -> None:

@@ -20,14 +20,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.flash import (
+    Pages,
     Scoring,
     Softmax,
     check_operands,
-    load_keys,
     load_rows,
     padded,
     store_rows,
 )
+from pallas_kernels.page_scales import computed_dtype
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ def paged_attention_prefill(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    page_scales: jax.Array | None = None,
     config: TuningConfig | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -93,10 +95,10 @@ def paged_attention_prefill(
     Raises:
         ValueError: shapes, dtypes or options outside these bounds.
     """
-    check_operands(q_TNH, pages_P2KSH, page_table_BM, kv_len_B)
+    check_operands(q_TNH, pages_P2KSH, page_table_BM, kv_len_B, page_scales)
     T, N, H = q_TNH.shape
     K = pages_P2KSH.shape[2]
-    dtype = jnp.promote_types(q_TNH.dtype, pages_P2KSH.dtype)
+    dtype = computed_dtype(q_TNH.dtype, pages_P2KSH.dtype)
     config = config or tuning_config(H=H, bytes_per_element=dtype.itemsize)
     tile_X4 = prefill_tiles(
         query_start_B1, kv_len_B, num_decodes, num_seqs, T=T, tokens=config.block_rows // (N // K)
@@ -116,7 +118,7 @@ def paged_attention_prefill(
         ),
         interpret=interpret,
         name="paged_attention_prefill",
-    )(tile_X4, q_TNH, pages_P2KSH, page_table_BM)
+    )(tile_X4, q_TNH, pages_P2KSH, page_table_BM, *([] if page_scales is None else [page_scales]))
 
 
 def prefill_tiles(
@@ -159,13 +161,13 @@ def _prefill_kernel(
     q_ref: Any,
     pages_ref: Any,
     page_table_ref: Any,
-    out_ref: Any,
-    *,
+    *rest: Any,
     K: int,
     scoring: Scoring,
     config: TuningConfig,
     dtype: Any,
 ) -> None:
+    *scale_ref, out_ref = rest
     pid = pl.program_id(0)
     x, k = lax.div(pid, K), lax.rem(pid, K)
     b, row, rows, position = (tile_ref[x, i] for i in range(4))
@@ -184,12 +186,12 @@ def _prefill_kernel(
         filled_R = jnp.minimum(t_R, rows - 1)
         q_RH = load_rows(q_ref, row + filled_R, n_R).astype(dtype)
         position_R = position + filled_R
+        pages = Pages(pages_ref, scale_ref[0] if scale_ref else None, page_table_ref, k, dtype)
+        scored = pages.scored(scoring)
 
         def fold(i: jax.Array, softmax: Softmax) -> Softmax:
-            k_CH, v_CH = load_keys(
-                pages_ref, page_table_ref, b, k, i * block + jnp.arange(block), dtype
-            )
-            return softmax.fold(q_RH, k_CH, v_CH, None, scoring)
+            key_C = i * block + jnp.arange(block)
+            return pages.fold(softmax, b, key_C, q_RH, None, scored)
 
         def fold_masked(i: jax.Array, softmax: Softmax) -> Softmax:
             key_C = i * block + jnp.arange(block)
@@ -198,8 +200,7 @@ def _prefill_kernel(
                 sees_RC &= key_C[None, :] > (position_R - window)[:, None]
             # Only keys that some row sees are read: others may be anything, NaN included.
             read_C = jnp.clip(key_C, first_key(position), last)
-            k_CH, v_CH = load_keys(pages_ref, page_table_ref, b, k, read_C, dtype)
-            return softmax.fold(q_RH, k_CH, v_CH, sees_RC, scoring)
+            return pages.fold(softmax, b, read_C, q_RH, sees_RC, scored)
 
         softmax = Softmax.start(config.block_rows, q_RH.shape[1])
         end = lax.div(last + block, block)
@@ -211,4 +212,4 @@ def _prefill_kernel(
         end_all = jnp.clip(lax.div(jnp.maximum(position + 1, 0), block), begin_all, end)
         softmax = lax.fori_loop(begin_all, end_all, fold, softmax)
         softmax = lax.fori_loop(end_all, end, fold_masked, softmax)
-        store_rows(out_ref, row + t_R, n_R, value=softmax.normalised(), live_R=live_R)
+        store_rows(out_ref, row + t_R, n_R, value=pages.normalised(softmax), live_R=live_R)
