@@ -1,4 +1,4 @@
-"""The command line: `jaxpaged serve | generate | chat | convert`."""
+"""The command line: `jaxpaged serve | generate | chat | convert | calibrate-kv`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from jaxpaged.server_config import ServerConfig
 
 log = logging.getLogger(__name__)
 
+CALIBRATION_TOKENS = 512  # that see each other
 API_KEY_VARIABLE = "JAXPAGED_API_KEY"
 ENGINE_TITLE = "engine: model, memory, scheduling"
 SERVER_TITLE = "server: HTTP"
@@ -63,6 +64,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         ("generate", _generate, "continue prompts"),
         ("chat", _chat, "talk to a model in the terminal"),
         ("convert", _convert, "write a model's weights as an Orbax checkpoint, which loads faster"),
+        ("calibrate-kv", _calibrate_kv, "measure a text's keys and values, as scales of fp8 pages"),
     ):
         command = subparsers.add_parser(
             name,
@@ -91,6 +93,14 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     commands["convert"].add_argument("out", metavar="OUT", type=Path, help="folder to write")
     commands["convert"].add_argument("--revision", help="branch, tag or commit of a hub model")
     commands["convert"].add_argument("--download-dir", help="where hub files are kept")
+    calibrate = commands["calibrate-kv"]
+    calibrate.add_argument("model_tag", metavar="MODEL", help="folder or hub id")
+    calibrate.add_argument(
+        "out", metavar="OUT", type=Path, help=".safetensors or .json for --kv-cache-scales"
+    )
+    calibrate.add_argument(
+        "--text", metavar="FILE", type=Path, help="UTF-8 file to read (default: standard input)"
+    )
     return parser, commands
 
 
@@ -152,6 +162,26 @@ def _convert(args: argparse.Namespace) -> int:
 
     folder = model_files.resolve_model(args.model_tag, args.revision, args.download_dir)
     convert(folder, args.out)
+    print(f"wrote {args.out}")
+    return 0
+
+
+def _calibrate_kv(args: argparse.Namespace) -> int:
+    from jaxpaged import model_files
+    from jaxpaged.engine.tokenizer import Tokenizer
+    from jaxpaged.runtime.calibration import calibrate
+    from jaxpaged.runtime.kv_scales import write_scales
+    from jaxpaged.runtime.teacher_forcing import TeacherForced
+
+    _log("warning")
+    text = args.text.read_text() if args.text else sys.stdin.read()
+    token_ids = Tokenizer.load(model_files.resolve_model(args.model_tag)).encode(text)
+    if not token_ids:
+        raise ValueError("the text is empty: there is nothing to measure")
+    forced = TeacherForced.load(EngineConfig(model=args.model_tag), CALIBRATION_TOKENS)
+    starts = range(0, len(token_ids), CALIBRATION_TOKENS)
+    scales = calibrate(forced, (token_ids[at : at + CALIBRATION_TOKENS] for at in starts))
+    write_scales(args.out, scales)
     print(f"wrote {args.out}")
     return 0
 

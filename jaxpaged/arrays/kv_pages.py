@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -79,10 +79,6 @@ class KVPagesSpec:
         row = self.head_dim * jnp.dtype(self.dtype).itemsize
         row += SLOT_SCALE.itemsize if self.has_slot_scales else 0
         return self.num_arrays * self.page_size * 2 * heads * row
-
-    def with_groups(self, groups: tuple[KVGroup, ...]) -> KVPagesSpec:
-        """The same pages, dealt out to layers in another way."""
-        return replace(self, groups=groups)
 
     def place(self, layer: int) -> tuple[int, int]:
         """(group, array) of a layer."""

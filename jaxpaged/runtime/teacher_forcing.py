@@ -12,7 +12,9 @@ import numpy as np
 
 from jaxpaged.arrays.kv_pages import KVPages
 from jaxpaged.arrays.step_batch import StepBatch
+from jaxpaged.config import GIB, EngineConfig
 from jaxpaged.models.decoder import Decoder, Params, head_params
+from jaxpaged.runtime.startup import start_runner
 
 ROWS = 64  # whose logits are computed at once: a large vocabulary takes a megabyte each
 
@@ -24,6 +26,25 @@ class TeacherForced:
     model: Decoder
     params: Params
     num_tokens: int
+
+    @classmethod
+    def load(cls, config: EngineConfig, num_tokens: int) -> TeacherForced:
+        """The model of an engine with these settings; the engine itself is kept small.
+
+        Raises:
+            ValueError, OSError: see `start_runner`.
+        """
+        small = replace(
+            config,
+            max_model_len=num_tokens,
+            max_num_seqs=1,
+            max_num_batched_tokens=num_tokens,
+            kv_cache_memory_bytes=GIB,
+            enforce_eager=True,
+            compile_cache_dir="none",
+        )
+        started = start_runner(small, serving=False)
+        return cls(started.model, started.params, num_tokens)
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Float32 scores [T, V] of the token after each of `token_ids`."""
