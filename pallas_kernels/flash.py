@@ -6,6 +6,7 @@ head dims that are none are padded, which costs lanes but no memory traffic.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -15,6 +16,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.byte_pairs import (
+    UNIT,
+    WEIGHT_UNIT,
+    as_pairs,
+    even_and_odd,
+    join_columns,
+    split_columns,
+)
 from pallas_kernels.page_scales import check_page_scales
 
 MASKED = -1e30  # score of a key that a row cannot see; finite, so that no row becomes NaN
@@ -49,27 +58,30 @@ class Scoring:
         return jnp.tanh(product * (self.scale / self.softcap)) * (self.softcap * LOG2_E)
 
 
+Parts = tuple[jax.Array, ...]  # of rows of H: all columns, or the even and the odd ones
+
+
 class Softmax(NamedTuple):
     """Running softmax of R rows, float32."""
 
-    out_RH: jax.Array
+    out: Parts
     max_R: jax.Array
     sum_R: jax.Array
 
     @classmethod
-    def start(cls, R: int, H: int) -> Softmax:
-        """Nothing seen yet."""
+    def start(cls, R: int, *widths: int) -> Softmax:
+        """Nothing seen yet, of columns in parts of these widths."""
         return cls(
-            jnp.zeros((R, H), jnp.float32),
+            tuple(jnp.zeros((R, width), jnp.float32) for width in widths),
             jnp.full((R,), MASKED, jnp.float32),
             jnp.zeros((R,), jnp.float32),
         )
 
     def fold(
         self,
-        q_RH: jax.Array,
-        k_CH: jax.Array,
-        v_CH: jax.Array,
+        q: Parts,
+        k: Parts,
+        v: Parts,
         sees_RC: jax.Array | None,
         scoring: Scoring,
         slot_scales: tuple[jax.Array, jax.Array] | None = None,
@@ -81,7 +93,9 @@ class Softmax(NamedTuple):
         A row that has seen no key yet may collect finite rubbish here: the first key that it
         does see, which must come, takes that away.
         """
-        product_RC = dot(q_RH, k_CH, trans_b=True)
+        product_RC = functools.reduce(
+            jnp.add, (dot(q_RD, k_CD, trans_b=True) for q_RD, k_CD in zip(q, k, strict=True))
+        )
         if slot_scales is not None:
             product_RC *= slot_scales[0][None, :]
         score_RC = scoring.base2(product_RC)
@@ -93,12 +107,18 @@ class Softmax(NamedTuple):
         sum_R = self.sum_R * decay_R + weight_RC.sum(axis=1)
         if slot_scales is not None:
             weight_RC *= slot_scales[1][None, :]
-        out_RH = self.out_RH * decay_R[:, None] + dot(weight_RC.astype(v_CH.dtype), v_CH)
-        return Softmax(out_RH, max_R, sum_R)
+        weight_RC = weight_RC.astype(v[0].dtype)
+        out = tuple(
+            out_RD * decay_R[:, None] + dot(weight_RC, v_CD)
+            for out_RD, v_CD in zip(self.out, v, strict=True)
+        )
+        return Softmax(out, max_R, sum_R)
 
     def normalised(self) -> jax.Array:
         """The rows' attention outputs [R, H]."""
-        return self.out_RH / jnp.maximum(self.sum_R, SMALLEST_SUM)[:, None]
+        sum_R1 = jnp.maximum(self.sum_R, SMALLEST_SUM)[:, None]
+        out = [out_RD / sum_R1 for out_RD in self.out]
+        return out[0] if len(out) == 1 else join_columns(*out)
 
     def log2_sum(self) -> jax.Array:
         """Log2 of the sum of all powers, [R]: the weight of these keys beside others."""
@@ -143,13 +163,14 @@ def _padded_place(ref: Any, index: tuple[Any, ...]) -> tuple[Any, jax.Array]:
 
 @dataclass(frozen=True)
 class Pages:
-    """A KV head's keys and values in a kernel.
+    """A KV head's keys and values in a kernel, and how queries meet them.
 
     Attributes:
-        pages_ref: the pool, [P, 2, K, S, H].
+        pages_ref: the pool, [P, 2, K, S, H], or its pairs of bytes, [P, 2, K, S, H / 2].
         scale_ref: its scales, [2, K] or [P, 2, K, S]; None: it has none.
         page_table_ref: pages of each sequence, [B, M].
         k: the head.
+        stored: dtype of the pool.
         dtype: what keys and values are converted to.
     """
 
@@ -157,41 +178,80 @@ class Pages:
     scale_ref: Any
     page_table_ref: Any
     k: jax.Array
+    stored: Any
     dtype: Any
+
+    @property
+    def in_pairs(self) -> bool:
+        return self.pages_ref.dtype == jnp.uint16
+
+    @property
+    def _scaled_slots(self) -> bool:
+        return self.scale_ref is not None and len(self.scale_ref.shape) == 4
+
+    @property
+    def _unit(self) -> float:
+        return UNIT[jnp.dtype(self.stored).name] if self.in_pairs else 1.0
+
+    def start(self, R: int, H: int) -> Softmax:
+        """Of R rows of which nothing has been seen yet."""
+        return Softmax.start(R, H // 2, H // 2) if self.in_pairs else Softmax.start(R, H)
+
+    def meet(self, q_RH: jax.Array, scoring: Scoring) -> tuple[Parts, Scoring]:
+        """Queries as `fold` wants them, and the scoring of what they give there."""
+        scale = scoring.scale * self._unit
+        if self.scale_ref is not None and not self._scaled_slots:
+            scale *= self.scale_ref[0, self.k]
+        if not self.in_pairs:
+            return (q_RH.astype(self.dtype),), replace(scoring, scale=scale)
+        # In float16, whose range queries may exceed: over the power of two of each row.
+        q_RH = q_RH.astype(jnp.float32)
+        largest_R1 = jnp.maximum(jnp.abs(q_RH).max(axis=1), 1e-30)[:, None]
+        power_R1 = jnp.exp2(jnp.floor(jnp.log2(largest_R1)))
+        q = split_columns((q_RH / power_R1).astype(jnp.float16))
+        return q, replace(scoring, scale=scale * power_R1)
 
     def fold(
         self,
         softmax: Softmax,
         b: jax.Array,
         key_C: jax.Array,
-        q_RH: jax.Array,
+        q: Parts,
         sees_RC: jax.Array | None,
         scoring: Scoring,
     ) -> Softmax:
-        """Add the keys of sequence `b` at positions `key_C`; see `Softmax.fold`."""
+        """Add the keys of sequence `b` at positions `key_C`; see `Softmax.fold` and `meet`."""
         S = self.pages_ref.shape[3]
         page_C, slot_C = self.page_table_ref[b, lax.div(key_C, S)], lax.rem(key_C, S)
-        kv_2CH = [
-            load_rows(self.pages_ref, page_C, side, self.k, slot_C).astype(self.dtype)
-            for side in (0, 1)
-        ]
+        loaded = [load_rows(self.pages_ref, page_C, side, self.k, slot_C) for side in (0, 1)]
+        if self.in_pairs:
+            k, v = (even_and_odd(x, self.stored) for x in loaded)
+        else:
+            k, v = ((x.astype(self.dtype),) for x in loaded)
         slot_scales = None
-        if self.scale_ref is not None and len(self.scale_ref.shape) == 4:
+        if self._scaled_slots:
             keys_C, values_C = (self.scale_ref[page_C, side, self.k, slot_C] for side in (0, 1))
-            slot_scales = keys_C, values_C
-        return softmax.fold(q_RH, *kv_2CH, sees_RC, scoring, slot_scales)
-
-    def scored(self, scoring: Scoring) -> Scoring:
-        """`scoring` of what is stored, where one scale is all keys'."""
-        if self.scale_ref is None or len(self.scale_ref.shape) == 4:
-            return scoring
-        return replace(scoring, scale=scoring.scale * self.scale_ref[0, self.k])
+            slot_scales = keys_C, values_C * (WEIGHT_UNIT if self.in_pairs else 1.0)
+        return softmax.fold(q, k, v, sees_RC, scoring, slot_scales)
 
     def normalised(self, softmax: Softmax) -> jax.Array:
         """The rows' attention outputs [R, H]."""
-        if self.scale_ref is None or len(self.scale_ref.shape) == 4:
-            return softmax.normalised()
-        return softmax.normalised() * self.scale_ref[1, self.k]
+        out_RH = softmax.normalised()
+        if self._scaled_slots:
+            return out_RH / WEIGHT_UNIT if self.in_pairs else out_RH
+        if self.scale_ref is None:
+            return out_RH
+        return out_RH * (self.scale_ref[1, self.k] * self._unit)
+
+
+def paged_operands(
+    q_TNH: jax.Array, pages_P2KSH: jax.Array, page_scales: jax.Array | None
+) -> list[jax.Array]:
+    """The pool as a kernel reads it, and its scales if there are any."""
+    H = pages_P2KSH.shape[-1]
+    if pages_P2KSH.dtype.itemsize == 1 and q_TNH.dtype != jnp.float32 and H % 2 == 0:
+        pages_P2KSH = as_pairs(pages_P2KSH)
+    return [pages_P2KSH, *([] if page_scales is None else [page_scales])]
 
 
 def check_operands(

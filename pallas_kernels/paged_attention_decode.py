@@ -27,6 +27,7 @@ from pallas_kernels.flash import (
     check_operands,
     load_rows,
     padded,
+    paged_operands,
     store_rows,
 )
 from pallas_kernels.page_scales import computed_dtype
@@ -140,8 +141,8 @@ def paged_attention_decode(
         interpret=interpret,
     )
     W = plan.item_W5.shape[0]
-    ins = [plan.item_W5, plan.arrived_BK, q_TNH, pages_P2KSH, page_table_BM]
-    ins += [] if page_scales is None else [page_scales]
+    pool = paged_operands(q_TNH, pages_P2KSH, page_scales)
+    ins = [plan.item_W5, plan.arrived_BK, q_TNH, page_table_BM, *pool]
     outs = [jax.ShapeDtypeStruct(q_TNH.shape, q_TNH.dtype)]
     if config.programs:
         outs += [
@@ -153,6 +154,7 @@ def paged_attention_decode(
             _decode_kernel,
             scoring=Scoring(scale, window, softcap),
             config=config,
+            stored=pages_P2KSH.dtype,
             dtype=dtype,
             has_scales=page_scales is not None,
             has_input=into_TNH is not None,
@@ -284,11 +286,12 @@ def _decode_kernel(
     item_ref: Any,
     arrived_ref: Any,
     q_ref: Any,
-    pages_ref: Any,
     page_table_ref: Any,
+    pages_ref: Any,
     *rest: Any,
     scoring: Scoring,
     config: TuningConfig,
+    stored: Any,
     dtype: Any,
     has_scales: bool,
     has_input: bool,
@@ -309,18 +312,18 @@ def _decode_kernel(
     @pl.when(b >= 0)
     def _() -> None:
         b_R = jnp.full_like(n_R, b)
-        q_RH = load_rows(q_ref, b_R, jnp.where(live_R, n_R, 0)).astype(dtype)
-        pages = Pages(pages_ref, scale_ref, page_table_ref, k, dtype)
-        scored = pages.scored(scoring)
+        q_RH = load_rows(q_ref, b_R, jnp.where(live_R, n_R, 0))
+        pages = Pages(pages_ref, scale_ref, page_table_ref, k, stored, dtype)
+        q, scored = pages.meet(q_RH, scoring)
 
         def fold(i: jax.Array, softmax: Softmax) -> Softmax:
             key_C = begin + i * block + jnp.arange(block)
             # Only keys that are seen are read: what lies beyond may be anything, NaN included.
             read_C = jnp.minimum(key_C, end - 1)
-            return pages.fold(softmax, b, read_C, q_RH, (key_C < end)[None, :], scored)
+            return pages.fold(softmax, b, read_C, q, (key_C < end)[None, :], scored)
 
         blocks = lax.div(end - begin + (block - 1), block)
-        softmax = lax.fori_loop(0, blocks, fold, Softmax.start(R, q_RH.shape[1]))
+        softmax = lax.fori_loop(0, blocks, fold, pages.start(R, q_RH.shape[1]))
         out_RH = pages.normalised(softmax)
 
         @pl.when(items == 1)
@@ -389,7 +392,7 @@ def _merge(
         decay_R = jnp.exp2(state.max_R - max_R)
         share_IR = jnp.exp2(weight_IR - max_R[None, :])
         return Softmax(
-            state.out_RH * decay_R[:, None] + (part_IRL * share_IR[:, :, None]).sum(axis=0),
+            (state.out[0] * decay_R[:, None] + (part_IRL * share_IR[:, :, None]).sum(axis=0),),
             max_R,
             state.sum_R * decay_R + share_IR.sum(axis=0),
         )

@@ -26,6 +26,7 @@ from pallas_kernels.flash import (
     check_operands,
     load_rows,
     padded,
+    paged_operands,
     store_rows,
 )
 from pallas_kernels.page_scales import computed_dtype
@@ -109,6 +110,7 @@ def paged_attention_prefill(
             K=K,
             scoring=Scoring(scale, window, softcap),
             config=config,
+            stored=pages_P2KSH.dtype,
             dtype=dtype,
         ),
         grid=(tile_X4.shape[0] * K,),
@@ -118,7 +120,7 @@ def paged_attention_prefill(
         ),
         interpret=interpret,
         name="paged_attention_prefill",
-    )(tile_X4, q_TNH, pages_P2KSH, page_table_BM, *([] if page_scales is None else [page_scales]))
+    )(tile_X4, q_TNH, page_table_BM, *paged_operands(q_TNH, pages_P2KSH, page_scales))
 
 
 def prefill_tiles(
@@ -159,12 +161,13 @@ def prefill_tiles(
 def _prefill_kernel(
     tile_ref: Any,
     q_ref: Any,
-    pages_ref: Any,
     page_table_ref: Any,
+    pages_ref: Any,
     *rest: Any,
     K: int,
     scoring: Scoring,
     config: TuningConfig,
+    stored: Any,
     dtype: Any,
 ) -> None:
     *scale_ref, out_ref = rest
@@ -184,14 +187,15 @@ def _prefill_kernel(
     def _() -> None:
         # Rows beyond the tile compute what its last token does, and are not stored.
         filled_R = jnp.minimum(t_R, rows - 1)
-        q_RH = load_rows(q_ref, row + filled_R, n_R).astype(dtype)
+        q_RH = load_rows(q_ref, row + filled_R, n_R)
         position_R = position + filled_R
-        pages = Pages(pages_ref, scale_ref[0] if scale_ref else None, page_table_ref, k, dtype)
-        scored = pages.scored(scoring)
+        scales = scale_ref[0] if scale_ref else None
+        pages = Pages(pages_ref, scales, page_table_ref, k, stored, dtype)
+        q, scored = pages.meet(q_RH, scoring)
 
         def fold(i: jax.Array, softmax: Softmax) -> Softmax:
             key_C = i * block + jnp.arange(block)
-            return pages.fold(softmax, b, key_C, q_RH, None, scored)
+            return pages.fold(softmax, b, key_C, q, None, scored)
 
         def fold_masked(i: jax.Array, softmax: Softmax) -> Softmax:
             key_C = i * block + jnp.arange(block)
@@ -200,9 +204,9 @@ def _prefill_kernel(
                 sees_RC &= key_C[None, :] > (position_R - window)[:, None]
             # Only keys that some row sees are read: others may be anything, NaN included.
             read_C = jnp.clip(key_C, first_key(position), last)
-            return pages.fold(softmax, b, read_C, q_RH, sees_RC, scored)
+            return pages.fold(softmax, b, read_C, q, sees_RC, scored)
 
-        softmax = Softmax.start(config.block_rows, q_RH.shape[1])
+        softmax = pages.start(config.block_rows, q_RH.shape[1])
         end = lax.div(last + block, block)
         begin_all = jnp.int32(0)  # blocks that all rows see whole: begin_all to end_all
         if window is not None:
