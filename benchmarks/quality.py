@@ -32,7 +32,7 @@ SCHEMES = (
 
 
 def settings_of(scheme: str) -> dict[str, Any]:
-    """"a=1,b=x" as settings of the engine."""
+    """ "a=1,b=x" as settings of the engine."""
     pairs = (pair.partition("=") for pair in scheme.split(",") if pair)
     return {name: value for name, _, value in pairs}
 

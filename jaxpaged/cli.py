@@ -175,9 +175,9 @@ def _calibrate_kv(args: argparse.Namespace) -> int:
 
     _log("warning")
     text = args.text.read_text() if args.text else sys.stdin.read()
-    token_ids = Tokenizer.load(model_files.resolve_model(args.model_tag)).encode(text)
-    if not token_ids:
+    if not text.strip():
         raise ValueError("the text is empty: there is nothing to measure")
+    token_ids = Tokenizer.load(model_files.resolve_model(args.model_tag)).encode(text)
     forced = TeacherForced.load(EngineConfig(model=args.model_tag), CALIBRATION_TOKENS)
     starts = range(0, len(token_ids), CALIBRATION_TOKENS)
     scales = calibrate(forced, (token_ids[at : at + CALIBRATION_TOKENS] for at in starts))

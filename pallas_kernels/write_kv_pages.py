@@ -41,9 +41,7 @@ def write_kv_pages(
     else:
         scale_T2K = slot_scale(jnp.abs(kv_T2KH).max(axis=-1))
         kv_T2KH = narrowed(kv_T2KH, scale_T2K[..., None], dtype)
-        page_scales = page_scales.at[page_T, :, :, slot_T].set(
-            scale_T2K, mode="promise_in_bounds"
-        )
+        page_scales = page_scales.at[page_T, :, :, slot_T].set(scale_T2K, mode="promise_in_bounds")
     if dtype in FLOAT8:
         return _write_one_by_one(kv_T2KH, pages_P2KSH, page_T, slot_T), page_scales
     pages_P2KSH = pages_P2KSH.at[page_T, :, :, slot_T].set(kv_T2KH, mode="promise_in_bounds")

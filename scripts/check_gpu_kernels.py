@@ -135,7 +135,9 @@ def check_rope_write(
         for a, b in zip(got[:2], want[:2], strict=True)
     ]
     if pages is not None:  # a rounding apart may cross a border: one step of the largest value
-        return float(np.max(differences)), {"int8": 0.1, "float8_e4m3fn": 1, "float8_e5m2": 2}[pages]
+        return float(np.max(differences)), {"int8": 0.1, "float8_e4m3fn": 1, "float8_e5m2": 2}[
+            pages
+        ]
     # XLA may keep more digits between norm and rotation than the kernel, which rounds there.
     return float(np.max(differences)), 20 * TOLERANCE[dtype]
 

@@ -77,9 +77,7 @@ class Attention(nn.Module):
         if self.mesh is not None:
             attend_heads = split_attention(attend_heads, self.mesh)
         qkv_TKXH = self.qkv(rows, norm=norm.operands()).x
-        out_TNH, pages = attend_heads(
-            qkv_TKXH, pages, self.kv_scale, scales, rope, batch, places
-        )
+        out_TNH, pages = attend_heads(qkv_TKXH, pages, self.kv_scale, scales, rope, batch, places)
         return self.o(Rows(out_TNH), residual=residual_TD, next_norm=next_norm), pages
 
 

@@ -29,6 +29,7 @@ NAMES = re.compile(
     r"(?:(?:attn\.|[kv]_proj\.)?(?P<kind>k|v|kv)_scale|(?P<product>[kv])_proj\.output_scale)$"
 )
 
+
 def is_kv_scale(name: str) -> bool:
     """Whether a checkpoint's tensor is such a scale."""
     return NAMES.search(name) is not None

@@ -128,9 +128,7 @@ def _packing(pack: Pack, spec: ModelSpec, name: str, target: jax.ShapeDtypeStruc
 
 def _check_names(files: SafetensorFiles, wanted: set[str], spec: ModelSpec) -> None:
     optional = {HEAD} if spec.tie_embeddings else set()
-    found = {
-        name for name in files.names if not name.endswith(DERIVED) and not is_kv_scale(name)
-    }
+    found = {name for name in files.names if not name.endswith(DERIVED) and not is_kv_scale(name)}
     problems = [
         f"{what} {', '.join(sorted(names)[:4])}"
         + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -173,3 +173,11 @@ ONE_BYTE = ["float8_e4m3fn", "float8_e5m2", "int8"]
 )
 def test_pages_of_one_byte(dtype: str, shape: dict, options: dict) -> None:
     check(in_one_byte(batch(100, 20, **shape), dtype), **options)
+
+
+@pytest.mark.parametrize("dtype", ONE_BYTE)
+def test_half_precision_reads_pages_of_one_byte_in_pairs(dtype: str) -> None:
+    """Queries of any size: in float16, each row is over a power of two of its own."""
+    r = batch(100, 20, dtype="bfloat16", N=4, K=2, H=48)
+    r = r.replace(q_TNH=r.q_TNH * jnp.asarray([1e5, 1, 1e-5, 0.1], "bfloat16")[:, None])
+    check(in_one_byte(r, dtype), atol=2e-2, scale=0.1)

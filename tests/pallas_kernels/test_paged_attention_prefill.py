@@ -117,8 +117,9 @@ def test_a_step_of_decodes(T: int) -> None:
     ids=str,
 )
 def test_a_mixed_step_on_pages_of_one_byte(dtype: str, shape: dict, options: dict) -> None:
-    r = in_one_byte(ragged_batch(MIXED, T=32, B=6, **shape), dtype)
+    q_dtype, atol = ("bfloat16", 2e-2) if shape else ("float32", 2e-6)
+    r = in_one_byte(ragged_batch(MIXED, T=32, B=6, dtype=q_dtype, **shape), dtype)
     step = partial(paged_attention_triton, scale=0.25, interpret=True, **options)
-    got = jax.jit(step)(**vars(r))
+    got = np.asarray(jax.jit(step)(**vars(r)), np.float32)
     want = attention_by_definition(r, scale=0.25, **options)
-    np.testing.assert_allclose(got, want, atol=2e-6, rtol=2e-6)
+    np.testing.assert_allclose(got, want, atol=atol, rtol=atol)

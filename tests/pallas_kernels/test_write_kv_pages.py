@@ -78,3 +78,18 @@ def test_a_slot_keeps_what_is_not_a_number() -> None:
     x = jnp.asarray([jnp.nan, 1.0])
     assert jnp.isnan(narrowed(x, jnp.float32(1), jnp.float8_e4m3fn)[0])
     assert jnp.isnan(slot_scale(jnp.asarray(jnp.nan)))
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+def test_what_is_stored_of_a_token_does_not_depend_on_others(dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    k, v = (jnp.asarray(rng.normal(size=(6, K, H)) * 9, "float32") for _ in range(2))
+    pages = jnp.zeros((P, 2, K, S, H), dtype)
+    scales = jnp.zeros((P, 2, K, S)) if dtype == "int8" else jnp.full((2, K), 0.3)
+    page, slot = jnp.asarray([1, 1, 2, 5, 5, 5]), jnp.asarray([0, 3, 1, 0, 1, 2])
+    crowd, crowd_scales = write_kv_pages(k, v, pages, page, slot, scales)
+    one = slice(3, 4)
+    alone, alone_scales = write_kv_pages(k[one], v[one], pages, page[one], slot[one], scales)
+    np.testing.assert_array_equal(crowd[5, :, :, 0], alone[5, :, :, 0])
+    if dtype == "int8":
+        np.testing.assert_array_equal(crowd_scales[5, :, :, 0], alone_scales[5, :, :, 0])
