@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
-from scipy.special import log_softmax
 
 from benchmarks.common import markdown, write_results
 from jaxpaged import model_files
@@ -50,7 +50,7 @@ def log_probabilities(
     settings = {"dtype": "float32", **settings_of(scheme)}
     forced = TeacherForced.load(EngineConfig(model=model, **settings), len(texts[0]))
     for text in texts:
-        yield log_softmax(forced.logits(text), axis=-1)
+        yield np.asarray(jax.nn.log_softmax(forced.logits(text)))
 
 
 def compare(

@@ -224,15 +224,17 @@ class Pages:
         S = self.pages_ref.shape[3]
         page_C, slot_C = self.page_table_ref[b, lax.div(key_C, S)], lax.rem(key_C, S)
         loaded = [load_rows(self.pages_ref, page_C, side, self.k, slot_C) for side in (0, 1)]
-        if self.in_pairs:
-            k, v = (even_and_odd(x, self.stored) for x in loaded)
-        else:
-            k, v = ((x.astype(self.dtype),) for x in loaded)
+        k, v = map(self._converted, loaded)
         slot_scales = None
         if self._scaled_slots:
             keys_C, values_C = (self.scale_ref[page_C, side, self.k, slot_C] for side in (0, 1))
             slot_scales = keys_C, values_C * (WEIGHT_UNIT if self.in_pairs else 1.0)
         return softmax.fold(q, k, v, sees_RC, scoring, slot_scales)
+
+    def _converted(self, loaded: jax.Array) -> Parts:
+        if self.in_pairs:
+            return even_and_odd(loaded, self.stored)
+        return (loaded.astype(self.dtype),)
 
     def normalised(self, softmax: Softmax) -> jax.Array:
         """The rows' attention outputs [R, H]."""

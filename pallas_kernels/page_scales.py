@@ -27,7 +27,8 @@ def computed_dtype(q_dtype: Any, page_dtype: Any) -> jnp.dtype:
 def check_page_scales(pages_P2KSH: jax.Array, page_scales: jax.Array | None) -> None:
     """Raise ValueError unless the scales are those that pages of this dtype have."""
     P, _, K, S, _ = pages_P2KSH.shape
-    dtype, expected = pages_P2KSH.dtype, None
+    dtype = pages_P2KSH.dtype
+    expected: tuple[int, ...] | None = None
     if dtype == jnp.int8:
         expected = (P, 2, K, S)
     elif dtype in FLOAT8:

@@ -67,9 +67,10 @@ def load_params(
     scale_leaves = {name: leaves.pop(name) for name in list(leaves) if name.endswith(LEAF)}
     scales = {} if kv_scales is None else read_scales(kv_scales)
     params: dict[str, jax.Array] = {}
+    loaded: Iterator[tuple[str, jax.Array, int]] = iter(())
     if load_format == "orbax":
         params = flatten_dict(_restore(path, model, leaves), sep="/")
-        loaded, total = iter(()), 0
+        total = 0
     elif load_format == "dummy":
         loaded = _random_leaves(model, leaves, seed)
         total = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values())
@@ -80,9 +81,13 @@ def load_params(
         if kv_scales is None:
             scales = {name: files.read(name) for name in files.names if is_kv_scale(name)}
     params |= load_kv_scales(scale_leaves, model.spec, scales, str(kv_scales or path))
-    previous = None
+    previous: jax.Array | None = None
     with tqdm(
-        total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress
+        total=total,
+        unit="B",
+        unit_scale=True,
+        desc="Loading weights",
+        disable=not (progress and total),
     ) as bar:
         for name, leaf, num_bytes in loaded:
             params[name] = leaf
