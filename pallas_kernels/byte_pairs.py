@@ -2,8 +2,9 @@
 
 Two neighbours of a row, an even column and an odd one, come as one number of 16 bits: what is
 loaded is as wide as what is multiplied, so that it goes from memory to registers by the same
-instructions as half precision, and each half takes a few operations on integers to become a
-float16. Products of rows are then sums over even and odd columns.
+instructions as half precision. There a few instructions make two float16 of every four bytes; what
+Triton itself makes of a conversion takes longer than the bytes do. Products of rows are then sums
+over even and odd columns.
 
 These functions run inside kernels of Pallas' Triton dialect.
 """
@@ -15,10 +16,36 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import triton as pltriton
 
-# What a float16 made here is to be multiplied by.
-UNIT = {"float8_e4m3fn": 256.0, "float8_e5m2": 1.0, "int8": 1.0}
-WEIGHT_UNIT = 256.0  # slots' scales may be so small that weights of values need it in float16
+from pallas_kernels.page_scales import FLOAT8
+
+# PTX from two pairs, $1, to their even halves or their odd ones, $0.
+CONVERSIONS = {
+    "float8_e4m3fn": tuple(
+        f"""{{
+            .reg .b32 sorted;
+            .reg .b16 two, rest;
+            prmt.b32 sorted, $1, 0, {bytes};
+            mov.b32 {{two, rest}}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, two;
+        }}"""
+        for bytes in ("0x4420", "0x4431")
+    ),
+    # The upper byte of a float16.
+    "float8_e5m2": ("prmt.b32 $0, $1, 0, 0x2404;", "and.b32 $0, $1, 0xff00ff00;"),
+    # 1152 + x has x + 128 as its lower byte.
+    "int8": tuple(
+        f"""{{
+            .reg .b32 sum, bias;
+            prmt.b32 sum, $1, 0, {bytes};
+            xor.b32 sum, sum, 0x64806480;
+            mov.b32 bias, 0x64806480;
+            sub.f16x2 $0, sum, bias;
+        }}"""
+        for bytes in ("0x4240", "0x4341")
+    ),
+}
 
 
 def as_pairs(pages_P2KSH: jax.Array) -> jax.Array:
@@ -28,17 +55,30 @@ def as_pairs(pages_P2KSH: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(pairs, jnp.uint16)
 
 
-def even_and_odd(pair: jax.Array, stored: Any) -> tuple[jax.Array, jax.Array]:
-    """The float16 halves, over `UNIT`, of numbers of a dtype of one byte."""
-    if stored == jnp.int8:  # 1152 + x: its last byte is x + 128
-        even, odd = (pair ^ 0x80) & 0xFF, (pair ^ 0x8000) >> 8
-        return _half(even | 0x6400) - 1152, _half(odd | 0x6400) - 1152
-    if stored == jnp.float8_e5m2:
-        return _half(pair << 8), _half(pair & 0xFF00)
-    # The exponent has a bit less and is 8 less: sign and the rest move apart.
-    even = ((pair & 0x80) << 8) | ((pair & 0x7F) << 7)
-    odd = (pair & 0x8000) | ((pair & 0x7F00) >> 1)
-    return _half(even), _half(odd)
+def as_bytes(pages_P2KSH: jax.Array) -> jax.Array:
+    """Floats of eight bits as int8, the same memory: those no masked load can fill up."""
+    if pages_P2KSH.dtype in FLOAT8:
+        return lax.bitcast_convert_type(pages_P2KSH, jnp.int8)
+    return pages_P2KSH
+
+
+def even_and_odd(pair: jax.Array, stored: Any, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """The float16 halves of numbers of a dtype of one byte.
+
+    Args:
+        interpret: by plain JAX, for any platform.
+    """
+    if interpret:
+        both = lax.bitcast_convert_type(lax.bitcast_convert_type(pair, jnp.uint8), stored)
+        return both[..., 0].astype(jnp.float16), both[..., 1].astype(jnp.float16)
+    half = jax.ShapeDtypeStruct(pair.shape, jnp.float16)
+    even, odd = (
+        pltriton.elementwise_inline_asm(
+            asm, args=[pair], constraints="=r,r", pack=2, result_shape_dtypes=[half]
+        )[0]
+        for asm in CONVERSIONS[jnp.dtype(stored).name]
+    )
+    return even, odd
 
 
 def split_columns(x_RH: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -53,7 +93,3 @@ def join_columns(even_RD: jax.Array, odd_RD: jax.Array) -> jax.Array:
     R, D = even_RD.shape
     both = jnp.concatenate((even_RD[:, :, None], odd_RD[:, :, None]), axis=2)
     return both.reshape(R, 2 * D)
-
-
-def _half(bits: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16)

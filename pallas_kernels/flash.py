@@ -17,14 +17,11 @@ from jax import lax
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.byte_pairs import (
-    UNIT,
-    WEIGHT_UNIT,
-    as_pairs,
     even_and_odd,
     join_columns,
     split_columns,
 )
-from pallas_kernels.page_scales import check_page_scales
+from pallas_kernels.page_scales import FLOAT8, check_page_scales
 
 MASKED = -1e30  # score of a key that a row cannot see; finite, so that no row becomes NaN
 LOG2_E = math.log2(math.e)
@@ -166,12 +163,13 @@ class Pages:
     """A KV head's keys and values in a kernel, and how queries meet them.
 
     Attributes:
-        pages_ref: the pool, [P, 2, K, S, H], or its pairs of bytes, [P, 2, K, S, H / 2].
+        pages_ref: the pool, [P, 2, K, S, H], as `byte_pairs.as_bytes` or `as_pairs` has it.
         scale_ref: its scales, [2, K] or [P, 2, K, S]; None: it has none.
         page_table_ref: pages of each sequence, [B, M].
         k: the head.
         stored: dtype of the pool.
         dtype: what keys and values are converted to.
+        interpret: the kernel does not run on a GPU.
     """
 
     pages_ref: Any
@@ -180,6 +178,7 @@ class Pages:
     k: jax.Array
     stored: Any
     dtype: Any
+    interpret: bool = False
 
     @property
     def in_pairs(self) -> bool:
@@ -190,8 +189,9 @@ class Pages:
         return self.scale_ref is not None and len(self.scale_ref.shape) == 4
 
     @property
-    def _unit(self) -> float:
-        return UNIT[jnp.dtype(self.stored).name] if self.in_pairs else 1.0
+    def _weight_unit(self) -> float:
+        """What weights are multiplied by: times a slot's scale, float16 may not hold them."""
+        return 256.0 if self.dtype == jnp.float16 else 1.0
 
     def start(self, R: int, H: int) -> Softmax:
         """Of R rows of which nothing has been seen yet."""
@@ -199,17 +199,18 @@ class Pages:
 
     def meet(self, q_RH: jax.Array, scoring: Scoring) -> tuple[Parts, Scoring]:
         """Queries as `fold` wants them, and the scoring of what they give there."""
-        scale = scoring.scale * self._unit
+        scale = scoring.scale
         if self.scale_ref is not None and not self._scaled_slots:
             scale *= self.scale_ref[0, self.k]
-        if not self.in_pairs:
-            return (q_RH.astype(self.dtype),), replace(scoring, scale=scale)
-        # In float16, whose range queries may exceed: over the power of two of each row.
-        q_RH = q_RH.astype(jnp.float32)
-        largest_R1 = jnp.maximum(jnp.abs(q_RH).max(axis=1), 1e-30)[:, None]
-        power_R1 = jnp.exp2(jnp.floor(jnp.log2(largest_R1)))
-        q = split_columns((q_RH / power_R1).astype(jnp.float16))
-        return q, replace(scoring, scale=scale * power_R1)
+        if q_RH.dtype == jnp.bfloat16 and self.dtype == jnp.float16:
+            # Queries may exceed that range: over the power of two of each row.
+            q_RH = q_RH.astype(jnp.float32)
+            largest_R1 = jnp.maximum(jnp.abs(q_RH).max(axis=1), 1e-30)[:, None]
+            power_R1 = jnp.exp2(jnp.floor(jnp.log2(largest_R1)))
+            q_RH, scale = q_RH / power_R1, scale * power_R1
+        q_RH = q_RH.astype(self.dtype)
+        q = split_columns(q_RH) if self.in_pairs else (q_RH,)
+        return q, replace(scoring, scale=scale)
 
     def fold(
         self,
@@ -228,32 +229,24 @@ class Pages:
         slot_scales = None
         if self._scaled_slots:
             keys_C, values_C = (self.scale_ref[page_C, side, self.k, slot_C] for side in (0, 1))
-            slot_scales = keys_C, values_C * (WEIGHT_UNIT if self.in_pairs else 1.0)
+            slot_scales = keys_C, values_C * self._weight_unit
         return softmax.fold(q, k, v, sees_RC, scoring, slot_scales)
 
     def _converted(self, loaded: jax.Array) -> Parts:
         if self.in_pairs:
-            return even_and_odd(loaded, self.stored)
+            return even_and_odd(loaded, self.stored, interpret=self.interpret)
+        if self.stored in FLOAT8:
+            loaded = lax.bitcast_convert_type(loaded, self.stored)
         return (loaded.astype(self.dtype),)
 
     def normalised(self, softmax: Softmax) -> jax.Array:
         """The rows' attention outputs [R, H]."""
         out_RH = softmax.normalised()
         if self._scaled_slots:
-            return out_RH / WEIGHT_UNIT if self.in_pairs else out_RH
+            return out_RH / self._weight_unit
         if self.scale_ref is None:
             return out_RH
-        return out_RH * (self.scale_ref[1, self.k] * self._unit)
-
-
-def paged_operands(
-    q_TNH: jax.Array, pages_P2KSH: jax.Array, page_scales: jax.Array | None
-) -> list[jax.Array]:
-    """The pool as a kernel reads it, and its scales if there are any."""
-    H = pages_P2KSH.shape[-1]
-    if pages_P2KSH.dtype.itemsize == 1 and q_TNH.dtype != jnp.float32 and H % 2 == 0:
-        pages_P2KSH = as_pairs(pages_P2KSH)
-    return [pages_P2KSH, *([] if page_scales is None else [page_scales])]
+        return out_RH * self.scale_ref[1, self.k]
 
 
 def check_operands(

@@ -18,7 +18,10 @@ SMALLEST = 1e-20  # largest value that a slot's scale is made for, so that none 
 
 
 def computed_dtype(q_dtype: Any, page_dtype: Any) -> jnp.dtype:
-    """What attention multiplies in: the wider of both, the queries' if pages are of one byte."""
+    """What attention multiplies in: the wider of both, the queries' if pages are of one byte.
+
+    (Kernels may take float16 there, which holds all that a byte does, in place of bfloat16.)
+    """
     if jnp.dtype(page_dtype).itemsize == 1:
         return jnp.dtype(q_dtype)
     return jnp.promote_types(q_dtype, page_dtype)

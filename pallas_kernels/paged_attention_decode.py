@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.byte_pairs import as_bytes, as_pairs
 from pallas_kernels.flash import (
     MASKED,
     Pages,
@@ -27,7 +28,6 @@ from pallas_kernels.flash import (
     check_operands,
     load_rows,
     padded,
-    paged_operands,
     store_rows,
 )
 from pallas_kernels.page_scales import computed_dtype
@@ -141,8 +141,11 @@ def paged_attention_decode(
         interpret=interpret,
     )
     W = plan.item_W5.shape[0]
-    pool = paged_operands(q_TNH, pages_P2KSH, page_scales)
-    ins = [plan.item_W5, plan.arrived_BK, q_TNH, page_table_BM, *pool]
+    pool = as_bytes(pages_P2KSH)
+    if pool.dtype.itemsize == 1 and dtype != jnp.float32 and H % 2 == 0:
+        pool, dtype = as_pairs(pages_P2KSH), jnp.dtype(jnp.float16)
+    ins = [plan.item_W5, plan.arrived_BK, q_TNH, page_table_BM, pool]
+    ins += [] if page_scales is None else [page_scales]
     outs = [jax.ShapeDtypeStruct(q_TNH.shape, q_TNH.dtype)]
     if config.programs:
         outs += [
@@ -313,7 +316,7 @@ def _decode_kernel(
     def _() -> None:
         b_R = jnp.full_like(n_R, b)
         q_RH = load_rows(q_ref, b_R, jnp.where(live_R, n_R, 0))
-        pages = Pages(pages_ref, scale_ref, page_table_ref, k, stored, dtype)
+        pages = Pages(pages_ref, scale_ref, page_table_ref, k, stored, dtype, interpret)
         q, scored = pages.meet(q_RH, scoring)
 
         def fold(i: jax.Array, softmax: Softmax) -> Softmax:

@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.byte_pairs import as_bytes
 from pallas_kernels.flash import (
     Pages,
     Scoring,
@@ -26,7 +27,6 @@ from pallas_kernels.flash import (
     check_operands,
     load_rows,
     padded,
-    paged_operands,
     store_rows,
 )
 from pallas_kernels.page_scales import computed_dtype
@@ -104,6 +104,8 @@ def paged_attention_prefill(
     tile_X4 = prefill_tiles(
         query_start_B1, kv_len_B, num_decodes, num_seqs, T=T, tokens=config.block_rows // (N // K)
     )
+    ins = [tile_X4, q_TNH, page_table_BM, as_bytes(pages_P2KSH)]
+    ins += [] if page_scales is None else [page_scales]
     return pl.pallas_call(
         partial(
             _prefill_kernel,
@@ -120,7 +122,7 @@ def paged_attention_prefill(
         ),
         interpret=interpret,
         name="paged_attention_prefill",
-    )(tile_X4, q_TNH, page_table_BM, *paged_operands(q_TNH, pages_P2KSH, page_scales))
+    )(*ins)
 
 
 def prefill_tiles(
