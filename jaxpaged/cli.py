@@ -1,4 +1,4 @@
-"""The command line: `jaxpaged serve | generate | chat | convert | plan`."""
+"""The command line: `jaxpaged serve | generate | chat | convert | plan | calibrate-kv`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from jaxpaged.server_config import ServerConfig
 
 log = logging.getLogger(__name__)
 
+CALIBRATION_TOKENS = 512  # that see each other
 API_KEY_VARIABLE = "JAXPAGED_API_KEY"
 ENGINE_TITLE = "engine: model, memory, scheduling"
 SERVER_TITLE = "server: HTTP"
@@ -68,6 +69,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         ("chat", _chat, "talk to a model in the terminal"),
         ("convert", _convert, "write a model's weights as an Orbax checkpoint, which loads faster"),
         ("plan", _plan, "tell what a model would do on GPUs that need not be here"),
+        ("calibrate-kv", _calibrate_kv, "measure a text's keys and values, as scales of fp8 pages"),
     ):
         command = subparsers.add_parser(
             name,
@@ -97,6 +99,14 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     commands["convert"].add_argument("--revision", help="branch, tag or commit of a hub model")
     commands["convert"].add_argument("--download-dir", help="where hub files are kept")
     _add_plan(commands["plan"])
+    calibrate = commands["calibrate-kv"]
+    calibrate.add_argument("model_tag", metavar="MODEL", help="folder or hub id")
+    calibrate.add_argument(
+        "out", metavar="OUT", type=Path, help=".safetensors or .json for --kv-cache-scales"
+    )
+    calibrate.add_argument(
+        "--text", metavar="FILE", type=Path, help="UTF-8 file to read (default: standard input)"
+    )
     return parser, commands
 
 
@@ -191,6 +201,26 @@ def _plan(args: argparse.Namespace) -> int:
     else:
         print(as_text(model, config, options, found))
     return 0 if found.fits else 1
+
+
+def _calibrate_kv(args: argparse.Namespace) -> int:
+    from jaxpaged import model_files
+    from jaxpaged.engine.tokenizer import Tokenizer
+    from jaxpaged.runtime.calibration import calibrate
+    from jaxpaged.runtime.kv_scales import write_scales
+    from jaxpaged.runtime.teacher_forcing import TeacherForced
+
+    log_to_stderr("warning")
+    text = args.text.read_text() if args.text else sys.stdin.read()
+    if not text.strip():
+        raise ValueError("the text is empty: there is nothing to measure")
+    token_ids = Tokenizer.load(model_files.resolve_model(args.model_tag)).encode(text)
+    forced = TeacherForced.load(EngineConfig(model=args.model_tag), CALIBRATION_TOKENS)
+    starts = range(0, len(token_ids), CALIBRATION_TOKENS)
+    scales = calibrate(forced, (token_ids[at : at + CALIBRATION_TOKENS] for at in starts))
+    write_scales(args.out, scales)
+    print(f"wrote {args.out}")
+    return 0
 
 
 def _one_line(error: Exception) -> str:

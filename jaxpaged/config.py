@@ -103,8 +103,24 @@ class EngineConfig:
     block_size: int = setting(16, "slots (tokens) a page", choices=("16", "32", "64", "128"))
     kv_cache_dtype: str = setting(
         "auto",
-        "dtype of the KV pages; auto: the model's",
-        choices=("auto", "bfloat16", "float16", "float32"),
+        "dtype of the KV pages; auto: the model's; one byte holds twice the tokens: "
+        "fp8 (= fp8_e4m3) and fp8_e5m2 with a scale a layer and KV head, int8 with one a token too",
+        choices=(
+            "auto",
+            "bfloat16",
+            "float16",
+            "float32",
+            "fp8",
+            "fp8_e4m3",
+            "fp8_e5m2",
+            "int8",
+        ),
+    )
+    kv_cache_scales: str | None = setting(
+        None,
+        "scales of fp8 pages: a file that `jaxpaged calibrate-kv` wrote, .safetensors or .json "
+        "(default: the checkpoint's k_scale and v_scale, else 1)",
+        metavar="FILE",
     )
 
     enable_prefix_caching: bool = setting(True, "reuse the pages of equal prompt prefixes")
@@ -178,6 +194,12 @@ class EngineConfig:
             "long_prefill_token_threshold",
             self.long_prefill_token_threshold >= 0,
             "at least 0",
+        )
+        require(
+            self,
+            "kv_cache_scales",
+            self.kv_cache_scales is None or self.kv_cache_dtype.startswith("fp8"),
+            "left out unless --kv-cache-dtype is fp8_e4m3 or fp8_e5m2",
         )
         for f in (
             "load_format",

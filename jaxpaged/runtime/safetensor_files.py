@@ -19,6 +19,7 @@ from jaxpaged.models.checkpoint_rules import Pack
 from jaxpaged.models.spec import ModelSpec
 from jaxpaged.models.spread import spread_leaf
 from jaxpaged.parallel.sharding import tensor_sharding
+from jaxpaged.runtime.kv_scales import is_kv_scale
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 FLOAT_TYPES = ("F32", "BF16", "F16")  # as the files spell them
@@ -127,7 +128,7 @@ def _packing(pack: Pack, spec: ModelSpec, name: str, target: jax.ShapeDtypeStruc
 
 def _check_names(files: SafetensorFiles, wanted: set[str], spec: ModelSpec) -> None:
     optional = {HEAD} if spec.tie_embeddings else set()
-    found = {name for name in files.names if not name.endswith(DERIVED)}
+    found = {name for name in files.names if not name.endswith(DERIVED) and not is_kv_scale(name)}
     problems = [
         f"{what} {', '.join(sorted(names)[:4])}"
         + (f" and {len(names) - 4} more" if len(names) > 4 else "")
