@@ -25,6 +25,9 @@ class Scheduler:
 
     It knows no prefill or decode phase, only tokens that are not computed yet. A step may be
     scheduled before the tokens of the step before are known: they count as placeholders.
+
+    Where stages form a pipeline, as many steps as there are stages overlap, and a token that one of
+    them samples can be the input of none of the others: sequences take turns.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -37,12 +40,13 @@ class Scheduler:
             enable_prefix_caching=config.enable_prefix_caching,
         )
         self._page_size = config.page_size
+        self._pipelined = config.num_stages > 1
         self.num_preemptions = 0
         self.prefix_cache_queries = 0  # tokens of prompts looked up
         self.prefix_cache_hits = 0  # tokens of prompts found
         self.num_queued_requests = 0  # never admitted yet
         self.num_queued_tokens = 0  # of their prompts
-        self._arrivals = 0
+        self._arrivals = self._steps = 0
         self._waiting = SequenceQueue()
         self._running = SequenceQueue()
         self._alive: dict[str, dict[int, SequenceState]] = {}  # request -> choice -> state
@@ -134,6 +138,10 @@ class Scheduler:
         self._schedule_running(step)
         if not step.preempted:
             self._schedule_waiting(step)
+        if self._pipelined:
+            self._steps += 1
+            for item in chain(step.single, step.chunks):
+                item.sequence.last_step = self._steps
         return SchedulerOutput(
             sequences=(*step.single, *step.chunks),
             num_tokens=self.config.max_num_batched_tokens - step.tokens_left,
@@ -200,8 +208,41 @@ class Scheduler:
                 f"{prompt_len} more were sent, the limit is {most_tokens}"
             )
 
+    def _share(self) -> int:
+        """How many sequences may sample in a step, so that each that overlaps has some."""
+        known = min(len(self._running) + len(self._waiting), self.config.max_num_seqs)
+        return -(-known // self.config.num_stages)
+
+    def _turn(self) -> Iterator[SequenceState]:
+        """Running sequences that may be part of a pipeline's next step: all that wait for no token,
+        and of the others a share, whose tokens come from steps that it does not overlap.
+        """
+        share, overlapping = self._share(), min(self.config.num_stages, len(self._running))
+        for sequence in self._running:
+            left = sequence.num_tokens - sequence.num_computed
+            if left > 1:
+                yield sequence
+            elif (
+                share
+                and sequence.num_tokens < sequence.max_len
+                and (
+                    not sequence.num_in_flight
+                    or sequence.last_step <= self._steps + 1 - overlapping
+                )
+            ):
+                share -= 1
+                yield sequence
+
+    def _places(self, step: _Step) -> int:
+        """How many sequences may be admitted to a step."""
+        if not self._pipelined:
+            return self.config.max_num_seqs
+        taken = sum(item.samples for item in chain(step.single, step.chunks))
+        return max(self._share() - taken, len(self._running) < self.config.num_stages)
+
     def _schedule_running(self, step: _Step) -> None:
-        for sequence in self._running:  # preemption removes from the end
+        # Preemption removes from the end.
+        for sequence in self._turn() if self._pipelined else self._running:
             if step.tokens_left == 0:
                 break
             start = sequence.num_computed
@@ -236,7 +277,8 @@ class Scheduler:
         return True
 
     def _schedule_waiting(self, step: _Step) -> None:
-        while self._waiting and step.tokens_left and self._free_slots:
+        places = self._places(step)
+        while self._waiting and step.tokens_left and self._free_slots and places:
             sequence = self._waiting.first
             if sequence.num_in_flight:
                 break  # preempted: its last token is still on the way to the host
@@ -253,6 +295,7 @@ class Scheduler:
             count = self._chunk(sequence, start, step)
             self.pages.extend(sequence, start, start + count)
             self._commit(sequence, count, step)
+            places -= 1
 
     def _admit(self, sequence: SequenceState, step: _Step) -> bool:
         """Whether the head of the queue may run from now on; takes the pages of a prefix hit."""
