@@ -8,6 +8,7 @@ cell fails the test, and so does a token that differs from a plain loop's.
 from __future__ import annotations
 
 import random
+from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from zlib import crc32
@@ -86,6 +87,7 @@ class FakeDevice:
     config: SchedulerConfig
     cells: dict[tuple[int, int], Cell] = field(default_factory=dict)
     last_token: dict[int, int] = field(default_factory=dict)
+    made: dict[SequenceState, dict[int, int]] = field(default_factory=dict)  # token by position
     steps: int = 0
 
     def cell_of(self, sequence: SequenceState, group: int, position: int) -> tuple[int, int]:
@@ -109,15 +111,17 @@ class FakeDevice:
                 token = sample(hashes[-1], item.sequence.request, item.sequence.index)
                 tokens.append(token)
                 self.last_token[item.slot] = token
+                self.made.setdefault(item.sequence, {})[item.start + item.num_tokens] = token
         return tokens
 
     def write(self, item: ScheduledSequence, held: set[Holding]) -> list[int]:
         sequence, end = item.sequence, item.start + item.num_tokens
         tokens = sequence.token_ids[:end]
         known = len(tokens)
-        assert known >= end - 1, "only the last token may be unknown to the host"
         if known < end:
-            tokens.append(self.last_token[item.slot])
+            assert known >= end - 1 or item.num_tokens == 1, "only the last token may be unknown"
+            tokens += [self.made[sequence][position] for position in range(known, end)]
+            assert tokens[-1] == self.last_token[item.slot]
         hashes = prefix_hashes(sequence.request.cache_salt, tokens)
         for group in range(len(self.config.windows)):
             for position in range(item.start, end):
@@ -158,11 +162,11 @@ class Simulation:
         self.scheduler = Scheduler(config)
         self.device = FakeDevice(config)
         self.jobs = {job.request.request_id: job for job in jobs}
-        self.overlap = overlap
+        self.depth = config.num_stages if overlap else config.num_stages - 1
         self.late = late  # steps until the detokenizer's news arrive
         self.reset_at = reset_at  # step before which the prefix cache is emptied
         self.now = 0
-        self.pending: tuple[SchedulerOutput, list[int], int] | None = None
+        self.pending: deque[tuple[SchedulerOutput, list[int], int]] = deque()
         self.finishes: list[tuple[int, str, int, int]] = []
         self.order: dict[str, int] = {}
 
@@ -182,15 +186,10 @@ class Simulation:
         output = self.scheduler.schedule()
         self.check_output(output)
         tokens = self.device.run(output, held & self.holdings())
-        dispatched = (output, tokens, self.device.steps)
-        if self.overlap:
-            collected, self.pending = self.pending, dispatched
-        else:
-            collected = dispatched
-        if collected is not None:
-            self.collect(*collected)
-        if self.overlap and not output.sequences:
-            self.pending = None
+        if output.sequences:
+            self.pending.append((output, tokens, self.device.steps))
+        if self.pending and (len(self.pending) > self.depth or not output.sequences):
+            self.collect(*self.pending.popleft())
         self.scheduler.check_integrity()
         self.check_cache()
 
@@ -290,11 +289,11 @@ class Simulation:
         """No cell of a cached page was computed from a token that nobody has confirmed."""
         if self.scheduler.pages.cache is None:
             return
-        in_flight = self.pending[2] if self.pending else None
+        in_flight = {writer for _, _, writer in self.pending}
         for page in self.scheduler.pages.cache._keys:
             for slot in range(self.config.page_size):
                 cell = self.device.cells[page, slot]
-                assert not (cell.guessed and cell.writer == in_flight), "published too early"
+                assert not (cell.guessed and cell.writer in in_flight), "published too early"
 
     def check_end(self) -> None:
         scheduler = self.scheduler
@@ -335,6 +334,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         "enable_chunked_prefill": chunked,
         "policy": draw(st.sampled_from(["fcfs", "priority"])),
         "max_prompt_logprob_rows": draw(st.integers(1, 6)),
+        "num_stages": draw(st.sampled_from([1, 1, 2, 3])),
     }
     fewest = min_pages(settings)
     return SchedulerConfig(num_pages=fewest + draw(st.integers(0, fewest)), **settings)
