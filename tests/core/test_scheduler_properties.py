@@ -78,6 +78,14 @@ class Cell(NamedTuple):
     prefix: int
     guessed: bool  # the host did not know the token when the cell was computed
     writer: int
+    sequence: SequenceState
+    position: int
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether the host knows the token by now, and that the sequence went on from it."""
+        known = self.position < len(self.sequence.token_ids)
+        return not self.guessed or (known and not self.sequence.finished)
 
 
 @dataclass
@@ -128,7 +136,9 @@ class FakeDevice:
                 cell = self.cell_of(sequence, group, position)
                 others = {holder for holder, page in held if page == cell[0]} - {sequence}
                 assert not others, "a page is written under the eyes of another owner"
-                self.cells[cell] = Cell(group, hashes[position], position >= known, self.steps)
+                self.cells[cell] = Cell(
+                    group, hashes[position], position >= known, self.steps, sequence, position
+                )
         return hashes
 
     def check_reads(self, item: ScheduledSequence, hashes: list[int]) -> None:
@@ -293,7 +303,7 @@ class Simulation:
         for page in self.scheduler.pages.cache._keys:
             for slot in range(self.config.page_size):
                 cell = self.device.cells[page, slot]
-                assert not (cell.guessed and cell.writer in in_flight), "published too early"
+                assert cell.confirmed or cell.writer not in in_flight, "published too early"
 
     def check_end(self) -> None:
         scheduler = self.scheduler
