@@ -4,7 +4,7 @@
 
 A step is (T(1 + K) - T(1)) / K, where T(n) is the time of an `LLM.generate` call that makes n
 tokens for each of B prompts: scheduler, batch building and sampling are in it. Prompts are cached,
-so that T(1) is short. The median of several such differences.
+so that T(1) is short. Each T is a median.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024, help="tokens of each prompt")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--steps", type=int, default=32, help="K")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--dtype", default="auto")
     add_parallel_flags(parser)
     parser.add_argument(
@@ -105,16 +105,17 @@ def main() -> None:
         rows: list[dict[str, Any]] = []
         for size in args.batch:
             prompts = draw.integers(0, llm.info.vocab_size, (size, args.context)).tolist()
-            for count in (1, 1 + args.steps):
+            taken: dict[int, list[float]] = {1: [], 1 + args.steps: []}
+            for count in taken:
                 seconds(llm, prompts, count)  # compiles, fills the prefix cache
-            steps = [
-                (seconds(llm, prompts, 1 + args.steps) - seconds(llm, prompts, 1)) / args.steps
-                for _ in range(args.repeats)
-            ]
-            step_ms = [1e3 * step for step in steps]
-            runs.append({"batch": size, "step_ms": step_ms})
-            rows.append({"batch": size, "step ms": median(step_ms), "fastest": min(step_ms)})
-            print(f"batch {size:4d}, context {args.context}: {median(step_ms):7.3f} ms a step")
+            for _ in range(args.repeats):
+                for count, found in taken.items():
+                    found.append(seconds(llm, prompts, count))
+            short, long = map(median, taken.values())
+            step_ms = 1e3 * (long - short) / args.steps
+            runs.append({"batch": size, "seconds": taken})
+            rows.append({"batch": size, "step ms": step_ms})
+            print(f"batch {size:4d}, context {args.context}: {step_ms:7.3f} ms a step")
         write_results(
             args.name or f"decode_latency_{args.model.stem}",
             {

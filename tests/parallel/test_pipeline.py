@@ -67,7 +67,10 @@ def test_a_stage_holds_its_layers_alone(report: dict[str, Any]) -> None:
     first, *middle, last = report["greedy"]["qwen2 4, tied, uneven"]["held"]
     assert [s["devices"] for s in (first, *middle, last)] == [[0], [1], [2], [3]]
     assert first["leaves"] == ["embed", "layers_0", "state"]
-    assert [s["leaves"] for s in middle] == [["layers_1", "state"], ["layers_2", "layers_3", "state"]]
+    assert [s["leaves"] for s in middle] == [
+        ["layers_1", "state"],
+        ["layers_2", "layers_3", "state"],
+    ]
     assert last["leaves"] == ["embed", "final_norm", "layers_4", "state"]
     assert [s["arrays"] for s in (first, *middle, last)] == [1, 1, 2, 1]
     two = report["greedy"]["qwen3 2 x 2"]["held"]
