@@ -58,7 +58,7 @@ def add_parallel_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(short, "--" + field.replace("_", "-"), type=int, default=1)
 
 
-def parallel_settings(args: argparse.Namespace) -> dict[str, int]:
+def parallel_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Engine settings of those flags."""
     return {
         "tensor_parallel_size": args.tensor_parallel_size,
