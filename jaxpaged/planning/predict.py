@@ -118,13 +118,14 @@ def predict(spec: ModelSpec, config: EngineConfig, options: PlanOptions) -> Pred
 
 
 def fit(gpu: GPU, config: EngineConfig, layout: Layout) -> tuple[Memory, EnginePlan, str | None]:
-    """Where a GPU's memory goes, the plan with its pages, and what is wrong if it does not fit."""
+    """Where the scarcest GPU's memory goes, the plan with its pages, what is wrong if none fit."""
     plan = layout.plan(config)
-    taken = memory(gpu, config, layout, plan)
+    stages = memory(gpu, config, layout, plan)
+    taken = min(stages, key=lambda stage: stage.left)
     if taken.left <= 0:
         return taken, plan, "no memory is left for KV pages"
     try:
-        return taken, plan.with_pages(config, taken.left), None
+        return taken, plan.with_pages(config, *(stage.left for stage in stages)), None
     except ValueError as error:
         return taken, plan, str(error)
 
