@@ -71,8 +71,7 @@ class EngineCore:
         self._runner = started.runner
         plan = self._runner.plan
         # Steps that stay in flight while the next is prepared: one for each stage of a pipeline.
-        stages = len(plan.stages)
-        self._depth = stages if config.async_scheduling else stages - 1
+        self._depth = len(plan.stages) - (not config.async_scheduling)
         self._scheduler = Scheduler(plan.scheduler_config(config))
         self._seed, self._seeds_drawn = config.seed, itertools.count(replica << 48)
         self._pending: deque[InFlight] = deque()  # dispatched, not yet collected

@@ -108,7 +108,8 @@ def predict(spec: ModelSpec, config: EngineConfig, options: PlanOptions) -> Pred
         arrivals = poisson_arrivals(len(lengths), options.rate, options.seed)
         trace = make_trace(lengths, arrivals, plan.vocab, options.shared_prefix, options.seed)
         cost = CostModel(gpu, calibration, layout, plan.kv.dtype.itemsize)
-        served = summary(simulate(plan.scheduler_config(config), plan, cost, trace, dp), lengths)
+        limits = dataclasses.replace(plan.scheduler_config(config), num_stages=layout.pp)
+        served = summary(simulate(limits, plan, cost, trace, dp), lengths)
         if served.preemptions:
             room = (plan.kv.num_pages - 1) * plan.kv.page_size
             advised = max(1, min(advised, int(room // longest)))
