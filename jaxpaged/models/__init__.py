@@ -8,6 +8,7 @@ from jaxpaged.models import gemma3, llama, mistral, qwen2, qwen3
 from jaxpaged.models.checkpoint_rules import Rule
 from jaxpaged.models.hf_config import Config
 from jaxpaged.models.spec import ModelSpec, UnsupportedModelError
+from jaxpaged.quantization import ON_THE_FLY
 
 __all__ = ["FAMILIES", "ModelSpec", "UnsupportedModelError", "checkpoint_rules", "load_spec"]
 
@@ -20,8 +21,11 @@ FAMILIES: dict[str, ModuleType] = {
 }
 
 
-def load_spec(config: Config) -> ModelSpec:
+def load_spec(config: Config, quantization: str | None = None) -> ModelSpec:
     """What config.json describes.
+
+    Args:
+        quantization: of the layers' products, a name from `quantization.ON_THE_FLY`.
 
     Raises:
         UnsupportedModelError: no family runs this architecture, or not with these settings; the
@@ -32,14 +36,15 @@ def load_spec(config: Config) -> ModelSpec:
         raise UnsupportedModelError(
             f"architecture {', '.join(found)} is not supported; supported: {', '.join(FAMILIES)}"
         )
-    quantization = config.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "unnamed")
+    stored = config.get("quantization_config")
+    if stored:
+        method = stored.get("quant_method", "unnamed")
         raise UnsupportedModelError(
             f"quantization {method!r} is not supported; supported: weights in float32, bfloat16 "
             f"or float16"
         )
-    return FAMILIES[found[0]].spec(config)
+    spec = FAMILIES[found[0]].spec(config)
+    return spec if quantization is None else spec.quantized_like(ON_THE_FLY[quantization])
 
 
 def checkpoint_rules(spec: ModelSpec) -> tuple[Rule, ...]:

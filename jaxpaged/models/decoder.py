@@ -19,8 +19,9 @@ from jaxpaged.layers.embedding import Embedding
 from jaxpaged.layers.linear import Linear
 from jaxpaged.layers.norm import RMSNorm
 from jaxpaged.layers.rope import rope_tables
-from jaxpaged.models.spec import ModelSpec
+from jaxpaged.models.spec import LayerQuantization, ModelSpec
 from jaxpaged.parallel.sharding import split_attention
+from jaxpaged.quantization import Quantized, Scheme
 
 Params = Any  # nested dicts of arrays
 
@@ -30,19 +31,22 @@ class Attention(nn.Module):
 
     spec: ModelSpec
     window: int | None
+    quantization: LayerQuantization
     dtype: Any
     backend: str
     mesh: Mesh | None
 
     def setup(self) -> None:
-        s = self.spec
+        s, quantized = self.spec, self.quantization
         K, G, H, D = s.num_kv_heads, s.queries_per_kv_head, s.head_dim, s.width
         # A KV head's queries, key and value lie side by side: split over KV heads, every slice
         # below stays on its device.
         split = ("kv_heads", None, None)
         linear = partial(Linear, dtype=self.dtype, fuse=fuses(self.backend, self.mesh))
-        self.qkv = linear((D,), (K, G + 2, H), (None,), split, s.qkv_bias)
-        self.o = linear((K, G, H), (D,), split, (None,), s.o_bias)
+        self.qkv = linear(
+            (D,), (K, G + 2, H), (None,), split, s.qkv_bias, scheme=scheme(quantized.qkv)
+        )
+        self.o = linear((K, G, H), (D,), split, (None,), s.o_bias, scheme=scheme(quantized.o))
         if s.qk_norm:
             self.q_norm = RMSNorm(H, s.norm_eps, s.norm_plus_one, self.dtype)
             self.k_norm = RMSNorm(H, s.norm_eps, s.norm_plus_one, self.dtype)
@@ -91,6 +95,7 @@ class MLP(nn.Module):
     """down(activation(gate) * up)."""
 
     spec: ModelSpec
+    quantization: LayerQuantization
     dtype: Any
     backend: str
     mesh: Mesh | None
@@ -100,8 +105,9 @@ class MLP(nn.Module):
         linear = partial(
             Linear, use_bias=bias, dtype=self.dtype, fuse=fuses(self.backend, self.mesh)
         )
-        self.gate_up = linear((D,), (2, F), (None,), (None, "ffn"))
-        self.down = linear((F,), (D,), ("ffn",), (None,))
+        gate_up, down = scheme(self.quantization.gate_up), scheme(self.quantization.down)
+        self.gate_up = linear((D,), (2, F), (None,), (None, "ffn"), scheme=gate_up)
+        self.down = linear((F,), (D,), ("ffn",), (None,), scheme=down)
 
     def __call__(self, x_TD: jax.Array, norm: RMSNorm, residual_TD: jax.Array | None) -> jax.Array:
         h_TF = self.gate_up(x_TD, norm=norm.operands(), activation=self.spec.activation)
@@ -113,11 +119,17 @@ def fuses(backend: str, mesh: Mesh | None) -> bool:
     return backend != "xla" and mesh is None
 
 
+def scheme(quantized: Quantized | None) -> Scheme | None:
+    """How a product's kernel is stored."""
+    return None if quantized is None else quantized.scheme
+
+
 class DecoderLayer(nn.Module):
     """Attention and MLP, each around a residual."""
 
     spec: ModelSpec
     window: int | None
+    quantization: LayerQuantization
     dtype: Any
     backend: str
     mesh: Mesh | None
@@ -125,8 +137,10 @@ class DecoderLayer(nn.Module):
     def setup(self) -> None:
         s = self.spec
         norm = partial(RMSNorm, s.width, s.norm_eps, s.norm_plus_one, self.dtype)
-        self.attention = Attention(s, self.window, self.dtype, self.backend, self.mesh)
-        self.mlp = MLP(s, self.dtype, self.backend, self.mesh)
+        self.attention = Attention(
+            s, self.window, self.quantization, self.dtype, self.backend, self.mesh
+        )
+        self.mlp = MLP(s, self.quantization, self.dtype, self.backend, self.mesh)
         self.attention_norm, self.mlp_norm = norm(), norm()
         if s.post_norms:
             self.attention_post_norm, self.mlp_post_norm = norm(), norm()
@@ -185,7 +199,9 @@ class Decoder(nn.Module):
         s = self.spec
         self.embed = Embedding(s.vocab_rows, s.width, self.dtype)
         self.layers = [
-            SharedDecoderLayer(s, layer.window, self.dtype, self.backend, self.mesh)
+            SharedDecoderLayer(
+                s, layer.window, layer.quantization, self.dtype, self.backend, self.mesh
+            )
             for layer in s.layers
         ]
         self.final_norm = RMSNorm(s.width, s.norm_eps, s.norm_plus_one, self.dtype)

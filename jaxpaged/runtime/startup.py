@@ -70,7 +70,7 @@ def start_runner(config: EngineConfig, *, serving: bool) -> Started:
     devices = jax.local_devices()[: config.tensor_parallel_size]
     device = devices[0]
     path = model_files.resolve_model(config.model, config.revision, config.download_dir)
-    spec = spread_spec(load_spec(model_files.read_config(path)), len(devices))
+    spec = spread_spec(load_spec(model_files.read_config(path), config.quantization), len(devices))
     _report_spread(spec, len(devices))
     dtype = model_dtype(config, spec.dtype, device.platform)
     plan = make_plan(config, spec, dtype, device, serving)
