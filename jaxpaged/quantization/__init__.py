@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from jaxpaged.quantization.checkpoint import checkpoint_reader
 from jaxpaged.quantization.fp8 import Fp8
 from jaxpaged.quantization.scheme import (
     KERNEL,
+    ORDER,
     Arrays,
     ArraySpec,
     FullPrecision,
@@ -21,6 +23,7 @@ from jaxpaged.quantization.weight_only import WeightOnly
 __all__ = [
     "KERNEL",
     "ON_THE_FLY",
+    "ORDER",
     "ArraySpec",
     "Arrays",
     "Quantized",
@@ -28,6 +31,7 @@ __all__ = [
     "Source",
     "UnsupportedQuantizationError",
     "arrange",
+    "checkpoint_reader",
 ]
 
 # What `--quantization` makes of ordinary weights.

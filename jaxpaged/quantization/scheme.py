@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Arrays = dict[str, jax.Array]
 
 # The array that holds the weights: [*outputs, terms], as 8-bit products want it. Beside it may be
 # others: [*outputs], or [terms, *outputs], since a block of outputs is read at once.
 KERNEL = "kernel_q"
+ORDER = "kernel_order"  # [terms]: which of the inputs each of the terms multiplies
 
 
 class UnsupportedQuantizationError(ValueError):
@@ -35,12 +37,16 @@ class ArraySpec:
     def shape(self, name: str, outputs: tuple[int, ...]) -> tuple[int, ...]:
         """Of the array of this name in a product with these outputs."""
         terms = () if self.terms is None else (self.terms,)
+        if name == ORDER:
+            return terms
         return (*outputs, *terms) if name == KERNEL else (*terms, *outputs)
 
     def axes(
         self, name: str, outputs: tuple[str | None, ...], terms: str | None
     ) -> tuple[str | None, ...]:
         """Their logical names. Along the terms only the kernel itself is ever split."""
+        if name == ORDER:
+            return (None,)
         if name == KERNEL:
             return (*outputs, terms)
         return outputs if self.terms is None else (None, *outputs)
@@ -48,7 +54,7 @@ class ArraySpec:
 
 def arrange(name: str, rows: jax.Array, has_terms: bool) -> jax.Array:
     """From [*outputs, its terms] to the order in which `ArraySpec` has an array's axes."""
-    return jnp.moveaxis(rows, -1, 0) if has_terms and name != KERNEL else rows
+    return jnp.moveaxis(rows, -1, 0) if has_terms and name not in (KERNEL, ORDER) else rows
 
 
 class Scheme(Protocol):
@@ -88,8 +94,11 @@ class Source(Protocol):
     def ignored(self) -> tuple[str, ...]:
         """What it may store beside, that is not needed."""
 
+    def check(self, parts: Sequence[Mapping[str, np.ndarray]]) -> None:
+        """Raise an `UnsupportedQuantizationError` if these parts do not make a product."""
+
     def unpack(self, scheme: Scheme, tensors: Mapping[str, jax.Array]) -> Arrays:
-        """The scheme's arrays of one part, each [O, its terms]."""
+        """The scheme's arrays of one part, each [O, its terms], but an order [its terms]."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,7 @@ class Quantized:
 
 
 @dataclass(frozen=True)
-class FullPrecision:
+class FullPrecision(Source):
     """A checkpoint's ordinary weights, quantized tensor by tensor while they are loaded."""
 
     tensors: tuple[str, ...] = ("weight",)

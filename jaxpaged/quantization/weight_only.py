@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpaged.quantization.scheme import KERNEL, Arrays, ArraySpec, contract
+from jaxpaged.quantization.scheme import KERNEL, ORDER, Arrays, ArraySpec, contract
 
 E4M3 = "float8_e4m3fn"
 # Of the number types that weights are stored in: the largest value of a symmetric scale.
@@ -26,11 +26,13 @@ class WeightOnly:
             in its low half, each plus 8.
         group: neighbouring terms of an output that share a scale; None: all of them.
         has_zero: groups have a zero point too, an integer.
+        ordered: an array says which input each of the terms belongs to.
     """
 
     storage: str
     group: int | None = None
     has_zero: bool = False
+    ordered: bool = False
 
     @property
     def packed(self) -> int:
@@ -51,6 +53,8 @@ class WeightOnly:
         }
         if self.has_zero:
             arrays["kernel_zero"] = ArraySpec(jnp.int8, groups)
+        if self.ordered:
+            arrays[ORDER] = ArraySpec(jnp.int32, size)
         return arrays
 
     def quantize(self, weight: jax.Array) -> Arrays:
@@ -70,10 +74,14 @@ class WeightOnly:
         }
         if self.has_zero:
             arrays["kernel_zero"] = jnp.zeros(arrays["kernel_scale"].shape, jnp.int8)
+        if self.ordered:
+            arrays[ORDER] = jnp.arange(size, dtype=jnp.int32)
         return arrays
 
     def product(self, x_TI: jax.Array, arrays: Mapping[str, jax.Array], fuse: bool) -> jax.Array:
         """The plain way: widen, then multiply."""
+        if self.ordered:
+            x_TI = jnp.take(x_TI, arrays[ORDER], axis=1)
         precision = jax.lax.Precision.HIGHEST if x_TI.dtype == jnp.float32 else None
         return contract(x_TI, self.dequantize(arrays, x_TI.dtype), precision)
 

@@ -11,7 +11,7 @@ import jax
 from jaxpaged.models.checkpoint_rules import Pack, Rule
 from jaxpaged.models.spec import ModelSpec
 from jaxpaged.models.spread import spread_leaf
-from jaxpaged.quantization import KERNEL, Arrays, Quantized, arrange
+from jaxpaged.quantization import KERNEL, ORDER, Arrays, Quantized, arrange
 
 Leaves = dict[str, jax.ShapeDtypeStruct]  # by path in the parameter tree, each with its sharding
 Part = Mapping[str, jax.Array]  # what is stored of a product's part, by the end of its name
@@ -64,9 +64,11 @@ def _pack_parts(
         unpacked = [quantized.source.unpack(quantized.scheme, part) for part in parts]
         leaves = {}
         for array in unpacked[0]:
+            if array == ORDER:  # all parts have the same
+                leaves[array] = unpacked[0][array]
+                continue
             rows = merge(spec.stored, *(part[array] for part in unpacked))
-            has_terms = unpacked[0][array].ndim > 1
-            leaves[array] = arrange(array, rows, has_terms)
+            leaves[array] = arrange(array, rows, has_terms=unpacked[0][array].ndim > 1)
         return spread_leaves(spec, name, leaves, dict(targets))
 
     return jax.jit(make, out_shardings={leaf: target.sharding for leaf, target in targets})
@@ -87,7 +89,9 @@ def spread_leaves(spec: ModelSpec, name: str, arrays: Arrays, targets: Leaves) -
     """The stored model's arrays as `spec` has them, in the leaves' dtypes."""
     product = name.removesuffix("kernel")
     return {
-        array: spread_leaf(spec, product + array, value).astype(targets[array].dtype)
+        array: (value if array == ORDER else spread_leaf(spec, product + array, value)).astype(
+            targets[array].dtype
+        )
         for array, value in arrays.items()
     }
 
