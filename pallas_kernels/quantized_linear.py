@@ -22,23 +22,29 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+MAX_ROWS = 64  # beyond, widening the kernel once for all rows costs less
 PROGRAMS = 132  # multiprocessors of an H100 or H200
 E4M3 = jnp.float8_e4m3fn
 
-# The low halves of four bytes, as bfloat16: put under the bits of 128 they make 128 + weight, and
-# 136 less is what they stand for. `shift` brings another half down first.
+# The low halves of four bytes, as 16-bit floats: put under the bits of 128 (bfloat16) or 1024
+# (float16) they make that plus the weight; that and 8 less is what they stand for. `shift` brings
+# the other half down first.
 _UNPACK = """{{
     .reg .b32 a, b, one, less;
-    mov.b32 one, 0x3F803F80;
-    mov.b32 less, 0xC308C308;
+    mov.b32 one, {one};
+    mov.b32 less, {less};
     shr.u32 b, $2, {shift};
     prmt.b32 a, b, 0, 0x4140;
     prmt.b32 b, b, 0, 0x4342;
-    lop3.b32 a, a, 0x000F000F, 0x43004300, 0xEA;
-    lop3.b32 b, b, 0x000F000F, 0x43004300, 0xEA;
-    fma.rn.bf16x2 $0, a, one, less;
-    fma.rn.bf16x2 $1, b, one, less;
+    lop3.b32 a, a, 0x000F000F, {base}, 0xEA;
+    lop3.b32 b, b, 0x000F000F, {base}, 0xEA;
+    fma.rn.{type}x2 $0, a, one, less;
+    fma.rn.{type}x2 $1, b, one, less;
 }}"""
+_CONSTANTS = {
+    "bfloat16": {"type": "bf16", "base": 0x43004300, "one": 0x3F803F80, "less": 0xC308C308},
+    "float16": {"type": "f16", "base": 0x64006400, "one": 0x3C003C00, "less": 0xE408E408},
+}
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class TuningConfig:
     """How a product is laid out on the card.
 
     Attributes:
-        block_out: outputs of a program, 64 or 128.
+        block_out: outputs of a program, 64, 128 or 256.
         block_rows: rows of a program, a power of two from 16 to 256.
         block_in: terms of the sum that are loaded at once, a power of two from 32 to 512; groups
             that share a scale are multiples.
@@ -63,8 +69,8 @@ class TuningConfig:
     num_stages: int
 
     def __post_init__(self) -> None:
-        if self.block_out not in (64, 128):
-            raise ValueError(f"block_out must be 64 or 128, got {self.block_out}")
+        if self.block_out not in (64, 128, 256):
+            raise ValueError(f"block_out must be 64, 128 or 256, got {self.block_out}")
         if self.block_rows not in (16, 32, 64, 128, 256):
             raise ValueError(f"block_rows must be a power of two to 256, got {self.block_rows}")
         if self.block_in not in (32, 64, 128, 256, 512):
@@ -86,13 +92,22 @@ class TuningConfig:
         )
 
 
-def tuning_config(*, T: int, D: int, F: int, group: int, bits: int) -> TuningConfig:
+def tuning_config(
+    *, T: int, D: int, F: int, group: int, rows_dtype: Any, kernel_dtype: Any
+) -> TuningConfig:
     """The setting for T rows of D terms and F outputs, `group` terms to a scale."""
-    rows = 16 if T <= 16 else 32 if T <= 32 else 64
     block_in = min(128, group & -group)
-    blocks, steps = F // 64, D // block_in
-    splits = max(1, min(4 * PROGRAMS // max(blocks, 1), steps // 4, 16))
+    splits = max(1, min(round(2 * PROGRAMS / (F // 64)), D // block_in // 2, 64))
+    # 8-bit floats on both sides are multiplied as such from 64 rows on, and widened before.
+    few = 64 if rows_dtype == E4M3 else 16
+    rows = few if few >= T else 32 if T <= 32 else 64
     return TuningConfig(64, rows, block_in, splits, 4, 5)
+
+
+def is_supported(*, T: int, D: int, F: int, group: int, dtype: Any) -> bool:
+    """Whether the kernel takes such a product, in a model of this dtype, and is not the slower."""
+    half = dtype in (jnp.bfloat16, jnp.float16)
+    return half and T <= MAX_ROWS and F % 64 == 0 and D % group == 0 and group % 32 == 0
 
 
 def quantized_linear(
@@ -102,6 +117,7 @@ def quantized_linear(
     *,
     zero_GF: jax.Array | None = None,
     row_scale_T: jax.Array | None = None,
+    dtype: Any = None,
     config: TuningConfig | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -110,17 +126,18 @@ def quantized_linear(
     Sums are float32 and rounded once, at the end. A row's result does not depend on other rows.
 
     Args:
-        x_TD: rows in bfloat16, or in e4m3 for a kernel of the same type.
+        x_TD: rows in bfloat16 or float16, or in e4m3 for a kernel of the same type.
         kernel_FX: [F, D] in e4m3 or int8, or [F, D / 2] in uint8: two weights, each plus 8, the
             first in the low half.
         scale: float32, [F] or [G, F] for G groups of neighbouring terms.
         zero_GF: int8, subtracted from the kernel.
         row_scale_T: float32.
+        dtype: of the result; None: that of the rows, or bfloat16 for e4m3.
         config: layout on the card, which must divide D and F; None: `tuning_config`.
         interpret: run on any platform, slowly.
 
     Returns:
-        [T, F] in bfloat16.
+        [T, F].
 
     Raises:
         ValueError: operands outside these bounds.
@@ -129,13 +146,16 @@ def quantized_linear(
     packed = kernel_FX.dtype == jnp.uint8
     groups = scale.shape[0] if scale.ndim == 2 else 1
     group = D // groups
-    bits = 4 if packed else 8
-    config = config or tuning_config(T=T, D=D, F=F, group=group, bits=bits)
+    if dtype is None:
+        dtype = jnp.bfloat16 if x_TD.dtype == E4M3 else x_TD.dtype
     if kernel_FX.shape[1] != (D // 2 if packed else D) or scale.shape[-1] != F:
         raise ValueError(f"rows of {D} do not fit {kernel_FX.shape} with {scale.shape} scales")
     if kernel_FX.dtype not in (E4M3, jnp.int8, jnp.uint8):
         raise ValueError(f"expected a kernel in e4m3, int8 or uint8, got {kernel_FX.dtype}")
-    if x_TD.dtype != jnp.bfloat16 and not x_TD.dtype == kernel_FX.dtype == E4M3:
+    config = config or tuning_config(
+        T=T, D=D, F=F, group=group, rows_dtype=x_TD.dtype, kernel_dtype=kernel_FX.dtype
+    )
+    if x_TD.dtype.name not in _CONSTANTS and not x_TD.dtype == kernel_FX.dtype == E4M3:
         raise ValueError(f"rows in {x_TD.dtype} do not go with a kernel in {kernel_FX.dtype}")
     if not config.fits(D, F, group):
         raise ValueError(f"rows of {D} to {F} outputs in groups of {group} do not fit {config}")
@@ -151,7 +171,7 @@ def quantized_linear(
     }
     if zero_GF is not None:
         operands["sum"] = x_TD.astype(jnp.float32).reshape(T, groups, group).sum(-1).T
-    outs = {"out": jax.ShapeDtypeStruct((T, F), jnp.bfloat16)}
+    outs = {"out": jax.ShapeDtypeStruct((T, F), dtype)}
     if config.splits > 1:
         # One array serves all calls of a program: each leaves it as it was.
         operands["arrived"] = jnp.zeros((row_blocks * blocks,), jnp.int32)
@@ -172,7 +192,7 @@ def quantized_linear(
 
 def _kernel(*refs: Any, names: tuple[str, ...], config: TuningConfig, on_card: bool) -> None:
     ref = dict(zip(names, refs, strict=True))
-    (T, F), (groups, _) = ref["out"].shape, ref["scale"].shape
+    T, groups = ref["out"].shape[0], ref["scale"].shape[0]
     packed = ref["kernel"].dtype == jnp.uint8
     D = ref["kernel"].shape[1] * (2 if packed else 1)
     W, R, C, splits = config.block_out, config.block_rows, config.block_in, config.splits
@@ -194,7 +214,7 @@ def _kernel(*refs: Any, names: tuple[str, ...], config: TuningConfig, on_card: b
         bytes_WC = ref["kernel"][f_W[:, None], c_C[None, :]]
         first_WR, second_WR = (
             _dot(
-                _unpack(bytes_WC, half, on_card),
+                _unpack(bytes_WC, half, ref["x"].dtype, on_card),
                 ref["x"][jnp.full((R, 1), half), at_R[:, None], c_C[None, :]],
             )
             for half in (0, 1)
@@ -255,15 +275,15 @@ def _dot(kernel_WC: jax.Array, x_RC: jax.Array) -> jax.Array:
     )
 
 
-def _unpack(bytes_WC: jax.Array, half: int, on_card: bool) -> jax.Array:
-    """The low or the high halves, less 8, in bfloat16."""
+def _unpack(bytes_WC: jax.Array, half: int, dtype: Any, on_card: bool) -> jax.Array:
+    """The low or the high halves, less 8."""
     if not on_card:
-        return ((bytes_WC >> 4 * half & 15).astype(jnp.int32) - 8).astype(jnp.bfloat16)
+        return ((bytes_WC >> 4 * half & 15).astype(jnp.int32) - 8).astype(dtype)
     (wide_WC,) = pltriton.elementwise_inline_asm(
-        _UNPACK.format(shift=4 * half),
+        _UNPACK.format(shift=4 * half, **_CONSTANTS[jnp.dtype(dtype).name]),
         args=[bytes_WC],
         constraints="=r,=r,r",
         pack=4,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(bytes_WC.shape, jnp.bfloat16)],
+        result_shape_dtypes=[jax.ShapeDtypeStruct(bytes_WC.shape, dtype)],
     )
     return wide_WC

@@ -1,4 +1,4 @@
-"""Write tests/fixtures/quantized.safetensors: a tiny model in every format, by each format's own tools.
+"""Write tests/fixtures/quantized.safetensors: a tiny model in every format, by its own tools.
 
 Beside the quantized tensors stand the logits of transformers' model with the weights that those
 tools make of them again. Needs torch, transformers, compressed-tensors and gptqmodel (for which
@@ -52,14 +52,14 @@ def compressed(layout: str, weights: dict[str, Any], activations: dict[str, Any]
     compressor = BaseCompressor.get_value_from_registry(layout)
 
     def write(weight: torch.Tensor) -> Made:
-        O, I = weight.shape
+        rows, terms = weight.shape
         strategy = weights["strategy"]
         if strategy == "block":
-            parts = weight.reshape(O // GROUP, GROUP, I // GROUP, GROUP).transpose(1, 2)
-            parts = parts.reshape(O // GROUP, I // GROUP, -1)
+            parts = weight.reshape(rows // GROUP, GROUP, terms // GROUP, GROUP).transpose(1, 2)
+            parts = parts.reshape(rows // GROUP, terms // GROUP, -1)
         else:
-            parts = weight.reshape({"tensor": 1, "channel": O, "group": O}[strategy], -1)
-            parts = parts.reshape(parts.shape[0], -1, GROUP if strategy == "group" else I)
+            parts = weight.reshape({"tensor": 1, "channel": rows, "group": rows}[strategy], -1)
+            parts = parts.reshape(parts.shape[0], -1, GROUP if strategy == "group" else terms)
             parts = parts.reshape(1, 1, -1) if strategy == "tensor" else parts
         scale, zero = calculate_qparams(parts.amin(-1), parts.amax(-1), args)
         scale = scale.reshape(1) if strategy == "tensor" else scale
@@ -93,19 +93,19 @@ def gptq(bits: int, sym: bool, desc_act: bool, version: int, group: int = GROUP)
     """A module by gptqmodel; with desc_act its groups are a permutation's."""
 
     def write(weight: torch.Tensor) -> Made:
-        O, I = weight.shape
-        size = I if group == -1 else group
-        g_idx = torch.arange(I) // size
+        rows, terms = weight.shape
+        size = terms if group == -1 else group
+        g_idx = torch.arange(terms) // size
         if desc_act:
-            g_idx = g_idx[torch.from_numpy(np.random.RandomState(I).permutation(I))]
+            g_idx = g_idx[torch.from_numpy(np.random.RandomState(terms).permutation(terms))]
         order = torch.argsort(g_idx, stable=True)
-        parts = weight[:, order].reshape(O, -1, size)
+        parts = weight[:, order].reshape(rows, -1, size)
         scale, zero = affine(parts, bits, sym)
-        linear = torch.nn.Linear(I, O, bias=False)
+        linear = torch.nn.Linear(terms, rows, bias=False)
         linear.weight.data = weight
         module = TorchLinear(
             bits=bits, group_size=group, sym=sym, desc_act=desc_act,
-            in_features=I, out_features=O, bias=False,
+            in_features=terms, out_features=rows, bias=False,
         )  # fmt: skip
         module.pack_original(linear, scale, zero, g_idx.to(torch.int32))
         module.post_init()
@@ -122,13 +122,13 @@ def gptq(bits: int, sym: bool, desc_act: bool, version: int, group: int = GROUP)
 
 def awq(weight: torch.Tensor) -> Made:
     """A module by gptqmodel's AWQ."""
-    O, I = weight.shape
-    scale, zero = affine(weight.reshape(O, -1, GROUP), 4, False)
-    linear = torch.nn.Linear(I, O, bias=False)
+    rows, terms = weight.shape
+    scale, zero = affine(weight.reshape(rows, -1, GROUP), 4, False)
+    linear = torch.nn.Linear(terms, rows, bias=False)
     linear.weight.data = weight
     module = AwqTorchLinear(
         bits=4, group_size=GROUP, sym=False, desc_act=False,
-        in_features=I, out_features=O, bias=False,
+        in_features=terms, out_features=rows, bias=False,
     )  # fmt: skip
     module.pack(linear, scale.half(), zero.half())
     stored = {name: getattr(module, name) for name in ("qweight", "qzeros", "scales")}
@@ -137,7 +137,7 @@ def awq(weight: torch.Tensor) -> Made:
 
 
 def affine(parts: torch.Tensor, bits: int, sym: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales, exact in float16, and zero points of groups [O, groups, terms]."""
+    """Scales, exact in float16, and zero points of groups [rows, groups, terms]."""
     largest, high, low = 2**bits - 1, parts.amax(-1), parts.amin(-1)
     if sym:
         scale = (parts.abs().amax(-1) * 2 / (largest - 1)).half().float()

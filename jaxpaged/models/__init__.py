@@ -45,8 +45,8 @@ def load_spec(config: Config, quantization: str | None = None) -> ModelSpec:
     stored = config.get("quantization_config")
     if stored and quantization is not None:
         raise UnsupportedModelError(
-            f"--quantization {quantization} needs ordinary weights, and config.json says that these "
-            f"are quantized ({stored.get('quant_method', 'unnamed')}): leave it out"
+            f"--quantization {quantization} needs ordinary weights, but these are quantized "
+            f"by config.json ({stored.get('quant_method', 'unnamed')}): leave it out"
         )
     if stored:
         return _stored_quantization(spec, stored)
@@ -73,8 +73,8 @@ def _stored_quantization(spec: ModelSpec, settings: Config) -> ModelSpec:
             found = [read(name) for name in names]
             if found.count(found[0]) < len(found):
                 raise UnsupportedModelError(
-                    f"config.json quantizes some of {', '.join(names)} and not others, or otherwise:"
-                    f" they are one product here"
+                    f"config.json quantizes some of {', '.join(names)} and not others, or "
+                    f"otherwise: they are one product here"
                 )
             products[rule.leaf.split("/")[-2]] = found[0]
         layers.append(replace(layer, quantization=LayerQuantization(**products)))

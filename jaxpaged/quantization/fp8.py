@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxpaged.quantization.scheme import KERNEL, Arrays, ArraySpec, contract
+from jaxpaged.quantization.scheme import KERNEL, Arrays, ArraySpec, contract, few_rows
 
 E4M3 = jnp.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
@@ -48,12 +48,15 @@ class Fp8:
 
     def product(self, x_TI: jax.Array, arrays: Mapping[str, jax.Array], fuse: bool) -> jax.Array:
         """Sums in float32 where the model's dtype is that or could overflow, else rounded once."""
-        kernel = arrays[KERNEL]
+        kernel, scale = arrays[KERNEL], arrays["kernel_scale"]
         q_TI, scale_T = quantize_rows(x_TI)
+        if fuse:
+            y = few_rows(q_TI, kernel, scale, row_scale_T=scale_T, dtype=x_TI.dtype)
+            if y is not None:
+                return y
         sums = jnp.bfloat16 if x_TI.dtype == jnp.bfloat16 else jnp.float32
         y = contract(q_TI, kernel, dtype=sums).astype(jnp.float32)
-        scale = scale_T.reshape(-1, *(1,) * (y.ndim - 1)) * arrays["kernel_scale"]
-        return (y * scale).astype(x_TI.dtype)
+        return (y * scale_T.reshape(-1, *(1,) * scale.ndim) * scale).astype(x_TI.dtype)
 
 
 def quantize_rows(x_TI: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -110,7 +110,7 @@ def reader(settings: Settings) -> Callable[[str], Quantized | None]:
 
 
 def _quantized(settings: Mapping[str, Any]) -> Quantized:
-    bits, group = settings.get("bits"), settings.get("group_size", 128)
+    bits, group = settings.get("bits", 0), settings.get("group_size", 128)
     version = settings.get("checkpoint_format") or "gptq"
     require("gptq", "bits", bits, (4, 8))
     require("gptq", "checkpoint_format", version, ("gptq", "gptq_v2"))

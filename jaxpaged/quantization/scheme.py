@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,6 +10,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels.quantized_linear import is_supported, quantized_linear
 
 Arrays = dict[str, jax.Array]
 
@@ -96,6 +99,7 @@ class Source(Protocol):
 
     def check(self, parts: Sequence[Mapping[str, np.ndarray]]) -> None:
         """Raise an `UnsupportedQuantizationError` if these parts do not make a product."""
+        return
 
     def unpack(self, scheme: Scheme, tensors: Mapping[str, jax.Array]) -> Arrays:
         """The scheme's arrays of one part, each [O, its terms], but an order [its terms]."""
@@ -132,3 +136,33 @@ def contract(
         precision=precision,
         preferred_element_type=dtype,
     )
+
+
+def few_rows(
+    x_TI: jax.Array,
+    kernel: jax.Array,
+    scale: jax.Array,
+    zero: jax.Array | None = None,
+    row_scale_T: jax.Array | None = None,
+    *,
+    dtype: Any,
+) -> jax.Array | None:
+    """The product by `quantized_linear`: [T, *outputs] in `dtype`; None: not a case for it.
+
+    Args:
+        kernel: [*outputs, its terms].
+        scale, zero: [*outputs] or [groups, *outputs].
+    """
+    (T, size), outputs = x_TI.shape, kernel.shape[:-1]
+    F, lead = math.prod(outputs), scale.shape[: scale.ndim - len(outputs)]
+    if not is_supported(T=T, D=size, F=F, group=size // math.prod(lead), dtype=dtype):
+        return None
+    y_TF = quantized_linear(
+        x_TI,
+        kernel.reshape(F, -1),
+        scale.reshape(*lead, F),
+        zero_GF=None if zero is None else zero.reshape(-1, F),
+        row_scale_T=row_scale_T,
+        dtype=dtype,
+    )
+    return y_TF.reshape(T, *outputs)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpaged.quantization.scheme import KERNEL, ORDER, Arrays, ArraySpec, contract
+from jaxpaged.quantization.scheme import KERNEL, ORDER, Arrays, ArraySpec, contract, few_rows
 
 E4M3 = "float8_e4m3fn"
 # Of the number types that weights are stored in: the largest value of a symmetric scale.
@@ -79,9 +79,14 @@ class WeightOnly:
         return arrays
 
     def product(self, x_TI: jax.Array, arrays: Mapping[str, jax.Array], fuse: bool) -> jax.Array:
-        """The plain way: widen, then multiply."""
+        """By a kernel that widens on the way, or the plain way: widen, then multiply."""
         if self.ordered:
             x_TI = jnp.take(x_TI, arrays[ORDER], axis=1)
+        if fuse:
+            zero = arrays.get("kernel_zero")
+            y = few_rows(x_TI, arrays[KERNEL], arrays["kernel_scale"], zero, dtype=x_TI.dtype)
+            if y is not None:
+                return y
         precision = jax.lax.Precision.HIGHEST if x_TI.dtype == jnp.float32 else None
         return contract(x_TI, self.dequantize(arrays, x_TI.dtype), precision)
 

@@ -1,4 +1,4 @@
-"""Checkpoints of every format, made by the formats' own tools (scripts/make_quantized_fixtures.py)."""
+"""Checkpoints of every format, made by their own tools (scripts/make_quantized_fixtures.py)."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,8 +12,10 @@ import pytest
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.quantization import KERNEL, ON_THE_FLY, arrange
+from jaxpaged.quantization import scheme as scheme_module
 from jaxpaged.quantization.fp8 import Fp8, quantize_rows
 from jaxpaged.quantization.weight_only import WeightOnly, pack_int4, unpack_int4
+from pallas_kernels.quantized_linear import quantized_linear
 
 RNG = np.random.default_rng(0)
 SCHEMES = {name: quantized.scheme for name, quantized in ON_THE_FLY.items()} | {
@@ -92,6 +95,23 @@ def test_products(name: str) -> None:
     assert y.shape == (5, 2, 3, 4)
     want = np.tensordot(x, np.moveaxis(dequantized(scheme, rows), -1, 0), 1)
     np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_few_rows_on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """One kernel, and the same numbers within bfloat16's rounding."""
+    monkeypatch.setattr(
+        scheme_module, "quantized_linear", partial(quantized_linear, interpret=True)
+    )
+    scheme, x_TI = SCHEMES[name], normal(5, 128).astype(jnp.bfloat16)
+    arrays = arranged(scheme.quantize(normal(2, 64, 128)), 3)
+    jaxpr = jax.make_jaxpr(scheme.product, static_argnums=2)(x_TI, arrays, True).jaxpr
+    names = [equation.primitive.name for equation in jaxpr.eqns]
+    assert "pallas_call" in names
+    assert "dot_general" not in names
+    plain, fused = (np.asarray(scheme.product(x_TI, arrays, f), float) for f in (False, True))
+    assert fused.shape == (5, 2, 64)
+    np.testing.assert_allclose(fused, plain, rtol=2e-2, atol=0.2)
 
 
 def test_one_scale_a_tensor_or_an_output() -> None:
