@@ -79,6 +79,11 @@ class EngineConfig:
     tensor_parallel_size: int = setting(
         1, "devices of this host that share the model, each holding a part of it", short="-tp"
     )
+    pipeline_parallel_size: int = setting(
+        1,
+        "stages that share the model, each with some of its layers on devices of its own",
+        short="-pp",
+    )
     seed: int = setting(0, "origin of every random draw that has no seed of its own")
     generation_config: str = setting(
         "auto",
@@ -156,6 +161,7 @@ class EngineConfig:
         require(self, "gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "in (0, 1]")
         require(self, "block_size", self.block_size in (16, 32, 64, 128), "16, 32, 64 or 128")
         require(self, "tensor_parallel_size", self.tensor_parallel_size >= 1, "at least 1")
+        require(self, "pipeline_parallel_size", self.pipeline_parallel_size >= 1, "at least 1")
         for name in (
             "kv_cache_memory_bytes",
             "num_gpu_blocks_override",

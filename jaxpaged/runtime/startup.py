@@ -73,7 +73,7 @@ def start_runner(config: EngineConfig, *, serving: bool) -> Started:
     spec = spread_spec(load_spec(model_files.read_config(path), config.quantization), len(devices))
     _report_spread(spec, len(devices))
     dtype = model_dtype(config, spec.dtype, device.platform)
-    plan = make_plan(config, spec, dtype, device, serving)
+    plan = make_plan(config, spec, dtype, device.platform, serving)
     backend = attention_backend(
         config.attention_backend,
         AttentionCase(
