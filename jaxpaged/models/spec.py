@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from jaxpaged.layers.rope import RopeSpec
-from jaxpaged.quantization import Quantized
+from jaxpaged.quantization import FullPrecision, Quantized
 
 PRODUCTS = ("qkv", "o", "gate_up", "down")  # of a layer
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")  # as Hugging Face names them
@@ -23,6 +23,12 @@ class LayerQuantization:
     o: Quantized | None = None
     gate_up: Quantized | None = None
     down: Quantized | None = None
+
+    @property
+    def made_while_loading(self) -> bool:
+        """Whether the checkpoint has ordinary weights all the same."""
+        found = (getattr(self, product) for product in PRODUCTS)
+        return any(how is not None and isinstance(how.source, FullPrecision) for how in found)
 
 
 @dataclass(frozen=True)

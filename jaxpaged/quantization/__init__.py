@@ -26,6 +26,7 @@ __all__ = [
     "ORDER",
     "ArraySpec",
     "Arrays",
+    "FullPrecision",
     "Quantized",
     "Scheme",
     "Source",

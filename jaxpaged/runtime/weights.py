@@ -62,6 +62,8 @@ def load_params(
     if load_format == "auto":
         load_format = _find_format(path)
     if load_format == "orbax":
+        if any(layer.quantization.made_while_loading for layer in model.spec.layers):
+            raise ModelFilesError(f"--quantization reads safetensors, and {path} is Orbax")
         return _restore(path, model, leaves)
     if load_format == "dummy":
         loaded = _random_leaves(model, leaves, seed)

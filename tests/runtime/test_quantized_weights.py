@@ -13,6 +13,7 @@ import tiny_models
 from flax.traverse_util import flatten_dict
 from paged_runner import PagedRunner, make_decoder
 
+from jaxpaged.model_files import ModelFilesError
 from jaxpaged.models.spread import spread_leaf, spread_spec
 from jaxpaged.parallel.mesh import make_mesh
 from jaxpaged.quantization import KERNEL, ON_THE_FLY
@@ -118,3 +119,8 @@ def test_leaves_of_copied_heads_and_their_shardings(tmp_path: Path, name: str) -
     assert axes["mlp/gate_up/kernel_q"] == (None, "model", None)
     assert axes["mlp/down/kernel_q"] == (None, "model")
     assert axes["attention/qkv/kernel_scale"][-3:] == ("model", None, None)
+
+
+def test_orbax_is_not_quantized_while_loading(tmp_path: Path) -> None:
+    with pytest.raises(ModelFilesError, match="--quantization reads safetensors, and .* is Orbax"):
+        load(tmp_path, "fp8_per_channel", load_format="orbax")
