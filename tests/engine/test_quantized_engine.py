@@ -4,24 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.engine_core import EngineCore
 from tests.engine.harness import LLAMA, VOCAB, assert_greedy, naive_of, request, run, write_model
 
 
-@pytest.mark.parametrize(
-    "quantization", ["int8_per_channel_weight_only", "int4_per_group_weight_only"]
-)
-def test_tokens_of_weight_only_schemes_are_the_naive_loops(
-    tmp_path: Path, quantization: str
-) -> None:
+def test_tokens_of_weight_only_schemes_are_the_naive_loops(tmp_path: Path) -> None:
     """Side by side, in chunks, preempted and from the prefix cache."""
     core = EngineCore(
         EngineConfig(
             model=str(write_model(tmp_path, LLAMA, num_hidden_layers=1)), load_format="dummy",
-            quantization=quantization,
+            quantization="int4_per_group_weight_only",
             max_num_seqs=3, max_num_batched_tokens=8, enforce_eager=True,
             num_gpu_blocks_override=7, compile_cache_dir="none", max_model_len=96,
         )
