@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxpaged.quantization.scheme import KERNEL, Arrays, ArraySpec, contract, few_rows
+from jaxpaged.quantization.scheme import KERNEL, Arrays, ArraySpec, contract, few_rows, sum_dtype
 
 E4M3 = jnp.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
@@ -47,15 +47,14 @@ class Fp8:
         }
 
     def product(self, x_TI: jax.Array, arrays: Mapping[str, jax.Array], fuse: bool) -> jax.Array:
-        """Sums in float32 where the model's dtype is that or could overflow, else rounded once."""
+        """Products of 8-bit floats, scaled after they are summed."""
         kernel, scale = arrays[KERNEL], arrays["kernel_scale"]
         q_TI, scale_T = quantize_rows(x_TI)
         if fuse:
             y = few_rows(q_TI, kernel, scale, row_scale_T=scale_T, dtype=x_TI.dtype)
             if y is not None:
                 return y
-        sums = jnp.bfloat16 if x_TI.dtype == jnp.bfloat16 else jnp.float32
-        y = contract(q_TI, kernel, dtype=sums).astype(jnp.float32)
+        y = contract(q_TI, kernel, dtype=sum_dtype(x_TI.dtype)).astype(jnp.float32)
         return (y * scale_T.reshape(-1, *(1,) * scale.ndim) * scale).astype(x_TI.dtype)
 
 

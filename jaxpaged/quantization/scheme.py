@@ -138,6 +138,11 @@ def contract(
     )
 
 
+def sum_dtype(dtype: Any) -> Any:
+    """Of sums that are yet to be scaled: the model's, but float16 could overflow."""
+    return jnp.float32 if dtype == jnp.float16 else dtype
+
+
 def few_rows(
     x_TI: jax.Array,
     kernel: jax.Array,

@@ -10,7 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpaged.quantization.scheme import KERNEL, ORDER, Arrays, ArraySpec, contract, few_rows
+from jaxpaged.quantization.scheme import (
+    KERNEL,
+    ORDER,
+    Arrays,
+    ArraySpec,
+    contract,
+    few_rows,
+    sum_dtype,
+)
 
 E4M3 = "float8_e4m3fn"
 # Of the number types that weights are stored in: the largest value of a symmetric scale.
@@ -88,6 +96,11 @@ class WeightOnly:
             if y is not None:
                 return y
         precision = jax.lax.Precision.HIGHEST if x_TI.dtype == jnp.float32 else None
+        if self.group is None and not self.has_zero and self.storage != "int4":
+            # Exact in the dtype of x: XLA may widen them on their way into the product.
+            kernel, sums = arrays[KERNEL].astype(x_TI.dtype), sum_dtype(x_TI.dtype)
+            y = contract(x_TI, kernel, precision, sums).astype(jnp.float32)
+            return (y * arrays["kernel_scale"]).astype(x_TI.dtype)
         return contract(x_TI, self.dequantize(arrays, x_TI.dtype), precision)
 
     def dequantize(self, arrays: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
