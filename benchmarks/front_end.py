@@ -27,7 +27,7 @@ import uvloop
 from benchmarks.common import RESULTS, percentiles, write_results
 from benchmarks.http_client import Answer, complete
 from jaxpaged.config import EngineConfig
-from jaxpaged.server.run import serve
+from jaxpaged.server.service import serve
 from jaxpaged.server_config import ServerConfig
 
 TOP = 25  # functions shown

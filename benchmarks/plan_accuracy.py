@@ -29,8 +29,8 @@ def rows_of(setting: Setting, fitted: Sequence[str]) -> Iterator[dict[str, Any]]
     expected = setting.plan(setting.cost_model(calibration))
     for name, measured in setting.measured.items():
         yield {
-            "model": setting.model,
-            "GPUs": f"-tp {setting.tp} -pp {setting.pp} -dp {setting.dp}",
+            "result": setting.file,
+            "tp, pp, dp": f"{setting.tp}, {setting.pp}, {setting.dp}",
             "setting": setting.what,
             "figure": name,
             "expected": expected[name],

@@ -41,7 +41,9 @@ def table(config: EngineConfig) -> list[int]:
     return Tokenizer.load(folder).encode(TEXT, add_special_tokens=False)
 
 
-def serve(source: zmq.Socket, sink: zmq.Socket, tokens: list[int], step_seconds: float) -> None:
+def serve(
+    source: zmq.Socket, sinks: list[zmq.Socket], tokens: list[int], step_seconds: float
+) -> None:
     """Answer until told to end; a step begins `step_seconds` after the last one."""
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(FrontMessage)
     running: dict[str, tuple[AddRequest, int]] = {}  # with the tokens made
@@ -60,10 +62,11 @@ def serve(source: zmq.Socket, sink: zmq.Socket, tokens: list[int], step_seconds:
                     running.pop(request_id, None)
         if not running:
             continue
-        outputs = []
+        outputs: list[list[SequenceOutput]] = [[] for _ in sinks]
         for request_id, (request, made) in list(running.items()):
             last = made + 1 == request.params.max_tokens
-            outputs.append(
+            number = int(request_id.rpartition("-")[2])
+            outputs[number % len(sinks)].append(
                 SequenceOutput(
                     request_id=request_id,
                     index=0,
@@ -75,10 +78,10 @@ def serve(source: zmq.Socket, sink: zmq.Socket, tokens: list[int], step_seconds:
                 del running[request_id]
             else:
                 running[request_id] = (request, made + 1)
-        stats = EngineStats(
-            num_running=len(running), iteration_tokens=len(outputs), bucket_tokens=len(outputs)
-        )
-        sink.send(encoder.encode(StepOutputs(outputs, stats)))
+        made = sum(map(len, outputs))
+        stats = EngineStats(num_running=len(running), iteration_tokens=made, bucket_tokens=made)
+        for sink, share in zip(sinks, outputs, strict=True):
+            sink.send(encoder.encode(StepOutputs(share, stats)))
         due = max(due + step_seconds, time.perf_counter())
         time.sleep(due - time.perf_counter() if due > time.perf_counter() else 0)
 
@@ -88,14 +91,17 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--step-seconds", type=float, required=True)
     parser.add_argument("--input", required=True)
-    parser.add_argument("--output", required=True)
+    parser.add_argument("--output", required=True, nargs="+")
+    parser.add_argument("--replica", type=int)
     args = parser.parse_args()
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
     context = zmq.Context()
-    source, sink = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    sink.set_hwm(0)
-    source.connect(args.input)
-    sink.connect(args.output)
+    source, sinks = context.socket(zmq.PULL), []
+    source.bind(args.input)
+    for address in args.output:
+        sinks.append(context.socket(zmq.PUSH))
+        sinks[-1].set_hwm(0)
+        sinks[-1].connect(address)
     ready = EngineInfo(
         max_model_len=MAX_MODEL_LEN,
         vocab_size=VOCAB,
@@ -109,8 +115,10 @@ def main() -> None:
         startup_seconds={"total": 0.0},
     )
     tokens = table(config)
-    sink.send(msgspec.msgpack.encode(ready))
-    serve(source, sink, tokens, args.step_seconds)
+    for sink in sinks:
+        sink.send(msgspec.msgpack.encode(ready))
+    serve(source, sinks, tokens, args.step_seconds)
+    context.destroy(linger=0)
 
 
 if __name__ == "__main__":

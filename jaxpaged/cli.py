@@ -1,4 +1,4 @@
-"""The command line: `jaxpaged serve | generate | chat | convert | plan`."""
+"""The command line: `jaxpaged serve | generate | chat | convert | plan | calibrate-kv`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from pathlib import Path
 import jaxpaged
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.errors import EngineStartError
+from jaxpaged.error_log import log_to_stderr
 from jaxpaged.flags import HelpFormatter, add_flags, collect, with_config_file
 from jaxpaged.planning.options import ENGINE_SETTINGS, PlanOptions
 from jaxpaged.server_config import ServerConfig
 
 log = logging.getLogger(__name__)
 
+CALIBRATION_TOKENS = 512  # that see each other
 API_KEY_VARIABLE = "JAXPAGED_API_KEY"
 ENGINE_TITLE = "engine: model, memory, scheduling"
 SERVER_TITLE = "server: HTTP"
@@ -67,6 +69,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         ("chat", _chat, "talk to a model in the terminal"),
         ("convert", _convert, "write a model's weights as an Orbax checkpoint, which loads faster"),
         ("plan", _plan, "tell what a model would do on GPUs that need not be here"),
+        ("calibrate-kv", _calibrate_kv, "measure a text's keys and values, as scales of fp8 pages"),
     ):
         command = subparsers.add_parser(
             name,
@@ -96,6 +99,14 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     commands["convert"].add_argument("--revision", help="branch, tag or commit of a hub model")
     commands["convert"].add_argument("--download-dir", help="where hub files are kept")
     _add_plan(commands["plan"])
+    calibrate = commands["calibrate-kv"]
+    calibrate.add_argument("model_tag", metavar="MODEL", help="folder or hub id")
+    calibrate.add_argument(
+        "out", metavar="OUT", type=Path, help=".safetensors or .json for --kv-cache-scales"
+    )
+    calibrate.add_argument(
+        "--text", metavar="FILE", type=Path, help="UTF-8 file to read (default: standard input)"
+    )
     return parser, commands
 
 
@@ -136,9 +147,9 @@ def _sampling(args: argparse.Namespace) -> dict:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from jaxpaged.server.run import serve
+    from jaxpaged.server.service import serve
 
-    _log(args.uvicorn_log_level)
+    log_to_stderr(args.uvicorn_log_level)
     settings = collect(ServerConfig, args)
     if not settings["api_key"] and API_KEY_VARIABLE in os.environ:
         settings["api_key"] = (os.environ[API_KEY_VARIABLE],)
@@ -148,7 +159,7 @@ def _serve(args: argparse.Namespace) -> int:
 def _generate(args: argparse.Namespace) -> int:
     from jaxpaged.terminal import generate
 
-    _log("warning")
+    log_to_stderr("warning")
     prompts = args.prompt or [sys.stdin.read()]
     return generate(_engine_settings(args), prompts, _sampling(args))
 
@@ -156,7 +167,7 @@ def _generate(args: argparse.Namespace) -> int:
 def _chat(args: argparse.Namespace) -> int:
     from jaxpaged.terminal import chat
 
-    _log("warning")
+    log_to_stderr("warning")
     return chat(_engine_settings(args), args.system, _sampling(args))
 
 
@@ -178,7 +189,7 @@ def _plan(args: argparse.Namespace) -> int:
     from jaxpaged.planning.predict import predict
     from jaxpaged.planning.report import as_json, as_text
 
-    _log("error")
+    log_to_stderr("error")
     jax.config.update("jax_platforms", "cpu")  # shapes alone are asked for: leave GPUs in peace
     options = PlanOptions(**collect(PlanOptions, args))
     config = EngineConfig(**collect(EngineConfig, args))
@@ -193,11 +204,24 @@ def _plan(args: argparse.Namespace) -> int:
     return 0 if found.fits else 1
 
 
-def _log(level: str) -> None:
-    logging.basicConfig(
-        level=logging.DEBUG if level == "trace" else level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+def _calibrate_kv(args: argparse.Namespace) -> int:
+    from jaxpaged import model_files
+    from jaxpaged.engine.tokenizer import Tokenizer
+    from jaxpaged.runtime.calibration import calibrate
+    from jaxpaged.runtime.kv_scales import write_scales
+    from jaxpaged.runtime.teacher_forcing import TeacherForced
+
+    log_to_stderr("warning")
+    text = args.text.read_text() if args.text else sys.stdin.read()
+    if not text.strip():
+        raise ValueError("the text is empty: there is nothing to measure")
+    token_ids = Tokenizer.load(model_files.resolve_model(args.model_tag)).encode(text)
+    forced = TeacherForced.load(EngineConfig(model=args.model_tag), CALIBRATION_TOKENS)
+    starts = range(0, len(token_ids), CALIBRATION_TOKENS)
+    scales = calibrate(forced, (token_ids[at : at + CALIBRATION_TOKENS] for at in starts))
+    write_scales(args.out, scales)
+    print(f"wrote {args.out}")
+    return 0
 
 
 def _one_line(error: Exception) -> str:

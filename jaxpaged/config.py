@@ -84,6 +84,11 @@ class EngineConfig:
         "stages that share the model, each with some of its layers on devices of its own",
         short="-pp",
     )
+    data_parallel_size: int = setting(
+        1,
+        "engines of the whole model, each a process on devices of its own, behind one server",
+        short="-dp",
+    )
     seed: int = setting(0, "origin of every random draw that has no seed of its own")
     generation_config: str = setting(
         "auto",
@@ -109,8 +114,24 @@ class EngineConfig:
     block_size: int = setting(16, "slots (tokens) a page", choices=("16", "32", "64", "128"))
     kv_cache_dtype: str = setting(
         "auto",
-        "dtype of the KV pages; auto: the model's",
-        choices=("auto", "bfloat16", "float16", "float32"),
+        "dtype of the KV pages; auto: the model's; one byte holds twice the tokens: "
+        "fp8 (= fp8_e4m3) and fp8_e5m2 with a scale a layer and KV head, int8 with one a token too",
+        choices=(
+            "auto",
+            "bfloat16",
+            "float16",
+            "float32",
+            "fp8",
+            "fp8_e4m3",
+            "fp8_e5m2",
+            "int8",
+        ),
+    )
+    kv_cache_scales: str | None = setting(
+        None,
+        "scales of fp8 pages: a file that `jaxpaged calibrate-kv` wrote, .safetensors or .json "
+        "(default: the checkpoint's k_scale and v_scale, else 1)",
+        metavar="FILE",
     )
 
     enable_prefix_caching: bool = setting(True, "reuse the pages of equal prompt prefixes")
@@ -124,10 +145,10 @@ class EngineConfig:
     )
     scheduling_policy: str = setting("fcfs", "order of admission", choices=("fcfs", "priority"))
     max_num_queued_reqs: int | None = setting(
-        None, "waiting requests beyond which new ones get 503"
+        None, "waiting requests of an engine beyond which new ones get 503"
     )
     max_num_queued_tokens: int | None = setting(
-        None, "waiting prompt tokens beyond which new requests get 503"
+        None, "waiting prompt tokens of an engine beyond which new requests get 503"
     )
     async_scheduling: bool = setting(True, "prepare the next step while the device runs this one")
 
@@ -152,6 +173,11 @@ class EngineConfig:
         "(default: in the user's cache folder; 'none': off)",
     )
 
+    @property
+    def num_devices(self) -> int:
+        """Devices of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
     def __post_init__(self) -> None:
         if self.max_model_len is not None and self.max_model_len not in ("auto", -1):
             object.__setattr__(self, "max_model_len", parse_token_count(self.max_model_len))
@@ -160,9 +186,10 @@ class EngineConfig:
         require(self, "seed", -(2**63) <= self.seed < 2**63, "a 64-bit int")
         require(self, "gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "in (0, 1]")
         require(self, "block_size", self.block_size in (16, 32, 64, 128), "16, 32, 64 or 128")
-        require(self, "tensor_parallel_size", self.tensor_parallel_size >= 1, "at least 1")
-        require(self, "pipeline_parallel_size", self.pipeline_parallel_size >= 1, "at least 1")
         for name in (
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "data_parallel_size",
             "kv_cache_memory_bytes",
             "num_gpu_blocks_override",
             "max_num_batched_tokens",
@@ -183,6 +210,12 @@ class EngineConfig:
             choices = self.__dataclass_fields__["quantization"].metadata["choices"]
             known = self.quantization in choices
             require(self, "quantization", known, "one of " + ", ".join(choices))
+        require(
+            self,
+            "kv_cache_scales",
+            self.kv_cache_scales is None or self.kv_cache_dtype.startswith("fp8"),
+            "left out unless --kv-cache-dtype is fp8_e4m3 or fp8_e5m2",
+        )
         for f in (
             "load_format",
             "dtype",

@@ -31,12 +31,12 @@ from starlette.types import Message, Receive, Scope, Send
 
 from jaxpaged.cli import API_KEY_VARIABLE
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.core_client import CORE_COMMAND
+from jaxpaged.engine.core_fleet import CORE_COMMAND
 from jaxpaged.engine.errors import EngineDeadError
 from jaxpaged.ray_router import PrefixRouter, prefixes
 from jaxpaged.server import errors
 from jaxpaged.server.app import create_app, guard
-from jaxpaged.server.run import prepared
+from jaxpaged.server.run import engine_behind, prepare
 from jaxpaged.server.streaming import event, failure
 from jaxpaged.server_config import ServerConfig
 
@@ -54,6 +54,8 @@ NOT_HERE = {  # settings of a server that replicas cannot have
         "is set in http_options of the Serve config",
     ),
     "shutdown_timeout": "is set as graceful_shutdown_timeout_s of the deployment Engine",
+    "data_parallel_size": "is Ray's to set: num_replicas of Engine",
+    "api_server_count": "is Ray's to set: num_replicas of Front",
     "enable_admin": "is for one server: its routes would reach one replica of many",
 }
 ANY_NUMBER = 1_000_000  # of requests at a time: the engine schedules and bounds them
@@ -108,7 +110,7 @@ def deployed(
     Args:
         options: Ray's for the deployment `Engine`, over those that are set here.
     """
-    gpus = engine_config.tensor_parallel_size * engine_config.pipeline_parallel_size
+    gpus = engine_config.num_devices
     quiet = {"enable_access_log": False}  # jaxpaged has its own: --enable-log-requests
     engine = serve.deployment(Engine, name="Engine").options(
         **{
@@ -142,7 +144,9 @@ class Engine:
             config, api_key=(), rate_limit=None, max_concurrent_requests=None, allowed_origins=()
         )
         self._stack = contextlib.ExitStack()
-        context = self._stack.enter_context(prepared(engine_config, inner, core_command))
+        context = self._stack.enter_context(
+            engine_behind(prepare(engine_config, inner), core_command=core_command)
+        )
         self._engine = context.engine
         await self._engine.start()
         self._app = create_app(context)

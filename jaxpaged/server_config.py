@@ -27,6 +27,12 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = setting(
         (), "names that requests may use; the first is echoed (default: the model's)"
     )
+    api_server_count: int = setting(
+        1,
+        "processes that speak HTTP, for more load than one can carry; they share the engines and "
+        "the address. What one process counts or keeps needs 1: --rate-limit, "
+        "--max-concurrent-requests, stored responses",
+    )
     host: str = setting(
         "127.0.0.1", "address to listen on; unlike vLLM's default, only this machine can connect"
     )
@@ -114,6 +120,13 @@ class ServerConfig:
     def __post_init__(self) -> None:
         require(self, "port", 0 <= self.port < 65536, "0 to 65535")
         require(self, "max_request_bytes", self.max_request_bytes >= 1, "at least 1")
+        require(self, "api_server_count", self.api_server_count >= 1, "at least 1")
+        for name in ("rate_limit", "max_concurrent_requests"):
+            if self.api_server_count > 1 and getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name} is counted in one process: it needs api_server_count 1, or a proxy in "
+                    "front that counts"
+                )
         most = self.max_concurrent_requests
         require(self, "max_concurrent_requests", most is None or most >= 1, "at least 1")
         require(self, "rate_limit", _is_rate(self.rate_limit), "like 100/minute or 5/10 seconds")

@@ -6,14 +6,22 @@ head dims that are none are padded, which costs lanes but no memory traffic.
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels.byte_pairs import (
+    even_and_odd,
+    join_columns,
+    split_columns,
+)
+from pallas_kernels.page_scales import FLOAT8, check_page_scales
 
 MASKED = -1e30  # score of a key that a row cannot see; finite, so that no row becomes NaN
 LOG2_E = math.log2(math.e)
@@ -25,12 +33,12 @@ class Scoring:
     """From dot products of queries and keys to scores.
 
     Attributes:
-        scale: factor of the dot products.
+        scale: factor of the dot products; in a kernel it may be an array.
         window: tokens a query sees, itself included; None: all.
         softcap: scores become softcap * tanh(score / softcap); None: they stay.
     """
 
-    scale: float
+    scale: Any
     window: int | None
     softcap: float | None
 
@@ -47,50 +55,67 @@ class Scoring:
         return jnp.tanh(product * (self.scale / self.softcap)) * (self.softcap * LOG2_E)
 
 
+Parts = tuple[jax.Array, ...]  # of rows of H: all columns, or the even and the odd ones
+
+
 class Softmax(NamedTuple):
     """Running softmax of R rows, float32."""
 
-    out_RH: jax.Array
+    out: Parts
     max_R: jax.Array
     sum_R: jax.Array
 
     @classmethod
-    def start(cls, R: int, H: int) -> Softmax:
-        """Nothing seen yet."""
+    def start(cls, R: int, *widths: int) -> Softmax:
+        """Nothing seen yet, of columns in parts of these widths."""
         return cls(
-            jnp.zeros((R, H), jnp.float32),
+            tuple(jnp.zeros((R, width), jnp.float32) for width in widths),
             jnp.full((R,), MASKED, jnp.float32),
             jnp.zeros((R,), jnp.float32),
         )
 
     def fold(
         self,
-        q_RH: jax.Array,
-        k_CH: jax.Array,
-        v_CH: jax.Array,
+        q: Parts,
+        k: Parts,
+        v: Parts,
         sees_RC: jax.Array | None,
         scoring: Scoring,
+        slot_scales: tuple[jax.Array, jax.Array] | None = None,
     ) -> Softmax:
         """Add C keys. `sees_RC` (None: all seen) may have one row for all.
+
+        `slot_scales` [C] are what keys and values are to be multiplied by, if anything.
 
         A row that has seen no key yet may collect finite rubbish here: the first key that it
         does see, which must come, takes that away.
         """
-        score_RC = scoring.base2(dot(q_RH, k_CH, trans_b=True))
+        product_RC = functools.reduce(
+            jnp.add, (dot(q_RD, k_CD, trans_b=True) for q_RD, k_CD in zip(q, k, strict=True))
+        )
+        if slot_scales is not None:
+            product_RC *= slot_scales[0][None, :]
+        score_RC = scoring.base2(product_RC)
         if sees_RC is not None:
             score_RC = jnp.where(sees_RC, score_RC, MASKED)
         max_R = jnp.maximum(self.max_R, score_RC.max(axis=1))
         decay_R = jnp.exp2(self.max_R - max_R)
         weight_RC = jnp.exp2(score_RC - max_R[:, None])
-        return Softmax(
-            self.out_RH * decay_R[:, None] + dot(weight_RC.astype(v_CH.dtype), v_CH),
-            max_R,
-            self.sum_R * decay_R + weight_RC.sum(axis=1),
+        sum_R = self.sum_R * decay_R + weight_RC.sum(axis=1)
+        if slot_scales is not None:
+            weight_RC *= slot_scales[1][None, :]
+        weight_RC = weight_RC.astype(v[0].dtype)
+        out = tuple(
+            out_RD * decay_R[:, None] + dot(weight_RC, v_CD)
+            for out_RD, v_CD in zip(self.out, v, strict=True)
         )
+        return Softmax(out, max_R, sum_R)
 
     def normalised(self) -> jax.Array:
         """The rows' attention outputs [R, H]."""
-        return self.out_RH / jnp.maximum(self.sum_R, SMALLEST_SUM)[:, None]
+        sum_R1 = jnp.maximum(self.sum_R, SMALLEST_SUM)[:, None]
+        out = [out_RD / sum_R1 for out_RD in self.out]
+        return out[0] if len(out) == 1 else join_columns(*out)
 
     def log2_sum(self) -> jax.Array:
         """Log2 of the sum of all powers, [R]: the weight of these keys beside others."""
@@ -133,19 +158,103 @@ def _padded_place(ref: Any, index: tuple[Any, ...]) -> tuple[Any, jax.Array]:
     return ref.at[(*columns, h_1H)], jnp.broadcast_to(h_1H < H, (R, padded(H)))
 
 
-def load_keys(
-    pages_ref: Any, page_table_ref: Any, b: jax.Array, k: jax.Array, key_C: jax.Array, dtype: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Keys and values [C, padded H] of sequence `b` at positions `key_C`, for KV head `k`."""
-    S = pages_ref.shape[3]
-    page_C, slot_C = page_table_ref[b, lax.div(key_C, S)], lax.rem(key_C, S)
-    k_CH = load_rows(pages_ref, page_C, 0, k, slot_C)
-    v_CH = load_rows(pages_ref, page_C, 1, k, slot_C)
-    return k_CH.astype(dtype), v_CH.astype(dtype)
+@dataclass(frozen=True)
+class Pages:
+    """A KV head's keys and values in a kernel, and how queries meet them.
+
+    Attributes:
+        pages_ref: the pool, [P, 2, K, S, H], as `byte_pairs.as_bytes` or `as_pairs` has it.
+        scale_ref: its scales, [2, K] or [P, 2, K, S]; None: it has none.
+        page_table_ref: pages of each sequence, [B, M].
+        k: the head.
+        stored: dtype of the pool.
+        dtype: what keys and values are converted to.
+        interpret: the kernel does not run on a GPU.
+    """
+
+    pages_ref: Any
+    scale_ref: Any
+    page_table_ref: Any
+    k: jax.Array
+    stored: Any
+    dtype: Any
+    interpret: bool = False
+
+    @property
+    def in_pairs(self) -> bool:
+        return self.pages_ref.dtype == jnp.uint16
+
+    @property
+    def _scaled_slots(self) -> bool:
+        return self.scale_ref is not None and len(self.scale_ref.shape) == 4
+
+    @property
+    def _weight_unit(self) -> float:
+        """What weights are multiplied by: times a slot's scale, float16 may not hold them."""
+        return 256.0 if self.dtype == jnp.float16 else 1.0
+
+    def start(self, R: int, H: int) -> Softmax:
+        """Of R rows of which nothing has been seen yet."""
+        return Softmax.start(R, H // 2, H // 2) if self.in_pairs else Softmax.start(R, H)
+
+    def meet(self, q_RH: jax.Array, scoring: Scoring) -> tuple[Parts, Scoring]:
+        """Queries as `fold` wants them, and the scoring of what they give there."""
+        scale = scoring.scale
+        if self.scale_ref is not None and not self._scaled_slots:
+            scale *= self.scale_ref[0, self.k]
+        if q_RH.dtype == jnp.bfloat16 and self.dtype == jnp.float16:
+            # Queries may exceed that range: over the power of two of each row.
+            q_RH = q_RH.astype(jnp.float32)
+            largest_R1 = jnp.maximum(jnp.abs(q_RH).max(axis=1), 1e-30)[:, None]
+            power_R1 = jnp.exp2(jnp.floor(jnp.log2(largest_R1)))
+            q_RH, scale = q_RH / power_R1, scale * power_R1
+        q_RH = q_RH.astype(self.dtype)
+        q = split_columns(q_RH) if self.in_pairs else (q_RH,)
+        return q, replace(scoring, scale=scale)
+
+    def fold(
+        self,
+        softmax: Softmax,
+        b: jax.Array,
+        key_C: jax.Array,
+        q: Parts,
+        sees_RC: jax.Array | None,
+        scoring: Scoring,
+    ) -> Softmax:
+        """Add the keys of sequence `b` at positions `key_C`; see `Softmax.fold` and `meet`."""
+        S = self.pages_ref.shape[3]
+        page_C, slot_C = self.page_table_ref[b, lax.div(key_C, S)], lax.rem(key_C, S)
+        loaded = [load_rows(self.pages_ref, page_C, side, self.k, slot_C) for side in (0, 1)]
+        k, v = map(self._converted, loaded)
+        slot_scales = None
+        if self._scaled_slots:
+            keys_C, values_C = (self.scale_ref[page_C, side, self.k, slot_C] for side in (0, 1))
+            slot_scales = keys_C, values_C * self._weight_unit
+        return softmax.fold(q, k, v, sees_RC, scoring, slot_scales)
+
+    def _converted(self, loaded: jax.Array) -> Parts:
+        if self.in_pairs:
+            return even_and_odd(loaded, self.stored, interpret=self.interpret)
+        if self.stored in FLOAT8:
+            loaded = lax.bitcast_convert_type(loaded, self.stored)
+        return (loaded.astype(self.dtype),)
+
+    def normalised(self, softmax: Softmax) -> jax.Array:
+        """The rows' attention outputs [R, H]."""
+        out_RH = softmax.normalised()
+        if self._scaled_slots:
+            return out_RH / self._weight_unit
+        if self.scale_ref is None:
+            return out_RH
+        return out_RH * self.scale_ref[1, self.k]
 
 
 def check_operands(
-    q_TNH: jax.Array, pages_P2KSH: jax.Array, page_table_BM: jax.Array, kv_len_B: jax.Array
+    q_TNH: jax.Array,
+    pages_P2KSH: jax.Array,
+    page_table_BM: jax.Array,
+    kv_len_B: jax.Array,
+    page_scales: jax.Array | None = None,
 ) -> None:
     """Raise ValueError where shapes or dtypes do not fit together."""
     if q_TNH.ndim != 3 or pages_P2KSH.ndim != 5 or pages_P2KSH.shape[1] != 2:
@@ -164,6 +273,6 @@ def check_operands(
         raise ValueError(f"the page size must be a power of two, got {S}")
     if page_table_BM.shape[0] != kv_len_B.shape[0]:
         raise ValueError(f"{page_table_BM.shape[0]} rows of pages for {kv_len_B.shape[0]} lengths")
-    for name, dtype in (("queries", q_TNH.dtype), ("pages", pages_P2KSH.dtype)):
-        if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-            raise ValueError(f"{name} must be float32, bfloat16 or float16, got {dtype}")
+    if q_TNH.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(f"queries must be float32, bfloat16 or float16, got {q_TNH.dtype}")
+    check_page_scales(pages_P2KSH, page_scales)

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.page_scales import check_page_scales, computed_dtype
+
 BLOCK = 128  # keys folded at once (a whole page if pages are larger)
 MAX_GROUP = 8  # decoding sequences served together ...
 GROUP_BYTES = 1 << 20  # ... as long as a block of their keys and values stays in a CPU's cache
@@ -43,6 +45,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    page_scales: jax.Array | None = None,
     decode_only: bool = False,
 ) -> jax.Array:
     """Causal attention of every query token to its own sequence's pages.
@@ -52,8 +55,8 @@ def paged_attention(
 
     Args:
         q_TNH: queries of all sequences, flat. Head n belongs to KV head n // (N / K).
-        pages_P2KSH: the pool, keys at 0 and values at 1; float32, bfloat16 or float16. Where
-            it differs from the queries' dtype, the wider one is computed with.
+        pages_P2KSH: the pool, keys at 0 and values at 1. Where its dtype is not the queries', see
+            `page_scales.computed_dtype`.
         page_table_BM: int32 pages of each sequence in order of position. Entries that no query
             can see (beyond the length, before the window) may be anything inside the pool.
         query_start_B1: int32, rising.
@@ -63,12 +66,14 @@ def paged_attention(
         scale: factor of the scores.
         window: tokens a query sees, itself included; None: all.
         softcap: scores become softcap * tanh(score / softcap); None: they stay.
+        page_scales: of pages of one byte; see `page_scales`.
         decode_only: promises num_decodes == num_seqs; the prefill part is left out.
 
     Returns:
         [T, N, H] in the queries' dtype; rows that belong to no sequence are 0.
     """
-    attend = _Attend(pages_P2KSH, scale, window, softcap)
+    check_page_scales(pages_P2KSH, page_scales)
+    attend = _Attend(pages_P2KSH, page_scales, scale, window, softcap)
     out_TNH = _decode(attend, q_TNH, page_table_BM, kv_len_B, num_decodes)
     if decode_only:
         return out_TNH
@@ -153,9 +158,14 @@ class _Attend:
     """Attention of U units, each with R rows of one sequence, to that sequence's pages."""
 
     def __init__(
-        self, pages_P2KSH: jax.Array, scale: float, window: int | None, softcap: float | None
+        self,
+        pages_P2KSH: jax.Array,
+        page_scales: jax.Array | None,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
     ) -> None:
-        self.pages_P2KSH = pages_P2KSH
+        self.pages_P2KSH, self.page_scales = pages_P2KSH, page_scales
         self.scale, self.window, self.softcap = scale, window, softcap
         _, _, self.K, self.S, self.H = pages_P2KSH.shape
         self.pages_per_block = max(1, BLOCK // self.S)
@@ -168,7 +178,7 @@ class _Attend:
     ) -> jax.Array:
         """float32[U, K, R, H]; `position_UR` is -1 for rows that see nothing and come out 0."""
         U, K, R, H = q_UKRH.shape
-        q_UKRH = q_UKRH.astype(jnp.promote_types(q_UKRH.dtype, self.pages_P2KSH.dtype))
+        q_UKRH = q_UKRH.astype(computed_dtype(q_UKRH.dtype, self.pages_P2KSH.dtype))
         C = self.pages_per_block * self.S
         last_U = position_UR.max(axis=1)
         first_UR = jnp.zeros_like(position_UR)
@@ -184,7 +194,8 @@ class _Attend:
             k_UKCH, v_UKCH = (x.astype(q_UKRH.dtype) for x in self._read(page_table_UM, i))
             v_UKCH = jnp.where(read_UC[:, None, :, None], v_UKCH, 0)
             sees_URC = (key_C >= first_UR[:, :, None]) & (key_C <= position_UR[:, :, None])
-            return self._fold(state, q_UKRH, k_UKCH, v_UKCH, sees_URC[:, None])
+            scales = self._read_scales(page_table_UM, i)
+            return self._fold(state, q_UKRH, k_UKCH, v_UKCH, sees_URC[:, None], scales)
 
         state = _Softmax(
             jnp.full((U, K, R), MASKED, jnp.float32),
@@ -196,15 +207,32 @@ class _Attend:
 
     def _read(self, page_table_UM: jax.Array, block: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Keys and values of a block: [U, K, C, H] each."""
-        U, M = page_table_UM.shape
-        column_X = block * self.pages_per_block + jnp.arange(self.pages_per_block)
-        page_U1X = page_table_UM[:, jnp.minimum(column_X, M - 1)][:, None]
+        page_U1X, U = self._pages_of(page_table_UM, block)[:, None], page_table_UM.shape[0]
         # Naming the head in the gather lays each head's slots end to end in one pass.
         head_K1 = jnp.arange(self.K)[:, None]
         shape = (U, self.K, self.pages_per_block * self.S, self.H)
         k_UKXSH = self.pages_P2KSH[page_U1X, 0, head_K1]
         v_UKXSH = self.pages_P2KSH[page_U1X, 1, head_K1]
         return k_UKXSH.reshape(shape), v_UKXSH.reshape(shape)
+
+    def _pages_of(self, page_table_UM: jax.Array, block: jax.Array) -> jax.Array:
+        """[U, X] pages of a block."""
+        column_X = block * self.pages_per_block + jnp.arange(self.pages_per_block)
+        return page_table_UM[:, jnp.minimum(column_X, page_table_UM.shape[1] - 1)]
+
+    def _read_scales(
+        self, page_table_UM: jax.Array, block: jax.Array
+    ) -> tuple[jax.Array, jax.Array] | None:
+        """Scales of a block's keys and values, [U, K, 1, C] or [K, 1, 1] each."""
+        if self.page_scales is None:
+            return None
+        if self.page_scales.ndim == 2:
+            keys_K, values_K = self.page_scales
+            return keys_K[:, None, None], values_K[:, None, None]
+        scale_UX2KS = self.page_scales[self._pages_of(page_table_UM, block)]
+        shape = (scale_UX2KS.shape[0], self.K, 1, self.pages_per_block * self.S)
+        scale_2UKXS = scale_UX2KS.transpose(2, 0, 3, 1, 4)
+        return scale_2UKXS[0].reshape(shape), scale_2UKXS[1].reshape(shape)
 
     def _fold(
         self,
@@ -213,6 +241,7 @@ class _Attend:
         k_UKCH: jax.Array,
         v_UKCH: jax.Array,
         sees_U1RC: jax.Array,
+        scales: tuple[jax.Array, jax.Array] | None,
     ) -> _Softmax:
         """Add one block of keys to the running softmax."""
         precision = lax.Precision.HIGHEST if q_UKRH.dtype == jnp.float32 else None
@@ -223,6 +252,8 @@ class _Attend:
             precision=precision,
             preferred_element_type=jnp.float32,
         )
+        if scales is not None:
+            score_UKRC *= scales[0]
         if self.softcap is not None:
             score_UKRC = self.softcap * jnp.tanh(score_UKRC / self.softcap)
         score_UKRC = jnp.where(sees_U1RC, score_UKRC, MASKED)
@@ -230,6 +261,10 @@ class _Attend:
         # exp(MASKED - MASKED) is 1, hence the second where.
         weight_UKRC = jnp.where(sees_U1RC, jnp.exp(score_UKRC - max_UKR[..., None]), 0)
         decay_UKR = jnp.exp(state.max_UKR - max_UKR)
+        sum_UKR = state.sum_UKR * decay_UKR + weight_UKRC.sum(axis=-1)
+        if scales is not None:
+            # The scale of a slot that no row sees may be anything, NaN included.
+            weight_UKRC = jnp.where(sees_U1RC, weight_UKRC * scales[1], 0)
         new_UKRH = jnp.einsum(
             "ukrc,ukch->ukrh",
             weight_UKRC.astype(v_UKCH.dtype),
@@ -237,8 +272,4 @@ class _Attend:
             precision=precision,
             preferred_element_type=jnp.float32,
         )
-        return _Softmax(
-            max_UKR,
-            state.sum_UKR * decay_UKR + weight_UKRC.sum(axis=-1),
-            state.out_UKRH * decay_UKR[..., None] + new_UKRH,
-        )
+        return _Softmax(max_UKR, sum_UKR, state.out_UKRH * decay_UKR[..., None] + new_UKRH)

@@ -19,16 +19,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.byte_pairs import as_bytes, as_pairs
 from pallas_kernels.flash import (
     MASKED,
+    Pages,
     Scoring,
     Softmax,
     check_operands,
-    load_keys,
     load_rows,
     padded,
     store_rows,
 )
+from pallas_kernels.page_scales import computed_dtype
 
 FEW = 8  # sequences up to which each may be cut into tens of items
 GRAIN = 16  # keys that the items' lengths are multiples of
@@ -91,6 +93,7 @@ def paged_attention_decode(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    page_scales: jax.Array | None = None,
     into_TNH: jax.Array | None = None,
     config: TuningConfig | None = None,
     interpret: bool = False,
@@ -103,13 +106,14 @@ def paged_attention_decode(
     Args:
         q_TNH: queries; sequence b's is row b. T == B, or T >= B with `into_TNH`. Head n belongs
             to KV head n // (N / K), N / K <= 16, H <= 256.
-        pages_P2KSH: the pool, keys at 0 and values at 1; float32, bfloat16 or float16, S a power
-            of two. Where it differs from the queries' dtype, the wider one is computed with.
+        pages_P2KSH: the pool, keys at 0 and values at 1, S a power of two. Where its dtype is not
+            the queries', see `page_scales.computed_dtype`.
         page_table_BM: int32 pages of each sequence in order of position. Entries that the query
             cannot see (beyond the length, before the window) may be anything.
         kv_len_B: int32 keys of each sequence, the query's own included; 0 gives a row of 0.
         num_decodes: int32 scalar, sequences in use; they come first.
         scale, window, softcap: see `flash.Scoring`.
+        page_scales: of pages of one byte; see `page_scales`.
         into_TNH: where the rows go; its other rows stay, in place if it is no longer needed.
         config: layout on the card; None: `tuning_config`.
         interpret: run on any platform, slowly.
@@ -120,12 +124,12 @@ def paged_attention_decode(
     Raises:
         ValueError: shapes, dtypes or options outside these bounds.
     """
-    check_operands(q_TNH, pages_P2KSH, page_table_BM, kv_len_B)
+    check_operands(q_TNH, pages_P2KSH, page_table_BM, kv_len_B, page_scales)
     T, N, H = q_TNH.shape
     B, K = kv_len_B.shape[0], pages_P2KSH.shape[2]
     if T != B and (into_TNH is None or T < B):
         raise ValueError(f"{T} queries for {B} sequences")
-    dtype = jnp.promote_types(q_TNH.dtype, pages_P2KSH.dtype)
+    dtype = computed_dtype(q_TNH.dtype, pages_P2KSH.dtype)
     config = config or tuning_config(B=B, K=K, H=H, bytes_per_element=dtype.itemsize)
     plan = _share_out(
         kv_len_B,
@@ -137,7 +141,11 @@ def paged_attention_decode(
         interpret=interpret,
     )
     W = plan.item_W5.shape[0]
-    ins = [plan.item_W5, plan.arrived_BK, q_TNH, pages_P2KSH, page_table_BM]
+    pool = as_bytes(pages_P2KSH)
+    if pool.dtype.itemsize == 1 and dtype != jnp.float32 and H % 2 == 0:
+        pool, dtype = as_pairs(pages_P2KSH), jnp.dtype(jnp.float16)
+    ins = [plan.item_W5, plan.arrived_BK, q_TNH, page_table_BM, pool]
+    ins += [] if page_scales is None else [page_scales]
     outs = [jax.ShapeDtypeStruct(q_TNH.shape, q_TNH.dtype)]
     if config.programs:
         outs += [
@@ -149,7 +157,9 @@ def paged_attention_decode(
             _decode_kernel,
             scoring=Scoring(scale, window, softcap),
             config=config,
+            stored=pages_P2KSH.dtype,
             dtype=dtype,
+            has_scales=page_scales is not None,
             has_input=into_TNH is not None,
             interpret=interpret,
         ),
@@ -279,16 +289,19 @@ def _decode_kernel(
     item_ref: Any,
     arrived_ref: Any,
     q_ref: Any,
-    pages_ref: Any,
     page_table_ref: Any,
-    *outs: Any,
+    pages_ref: Any,
+    *rest: Any,
     scoring: Scoring,
     config: TuningConfig,
+    stored: Any,
     dtype: Any,
+    has_scales: bool,
     has_input: bool,
     interpret: bool,
 ) -> None:
-    out_ref, *parts = outs[has_input:]
+    scale_ref = rest[0] if has_scales else None
+    out_ref, *parts = rest[has_scales + has_input :]
     B, K = arrived_ref.shape
     block = config.block_keys
     pid = pl.program_id(0)
@@ -302,19 +315,19 @@ def _decode_kernel(
     @pl.when(b >= 0)
     def _() -> None:
         b_R = jnp.full_like(n_R, b)
-        q_RH = load_rows(q_ref, b_R, jnp.where(live_R, n_R, 0)).astype(dtype)
+        q_RH = load_rows(q_ref, b_R, jnp.where(live_R, n_R, 0))
+        pages = Pages(pages_ref, scale_ref, page_table_ref, k, stored, dtype, interpret)
+        q, scored = pages.meet(q_RH, scoring)
 
         def fold(i: jax.Array, softmax: Softmax) -> Softmax:
             key_C = begin + i * block + jnp.arange(block)
             # Only keys that are seen are read: what lies beyond may be anything, NaN included.
-            k_CH, v_CH = load_keys(
-                pages_ref, page_table_ref, b, k, jnp.minimum(key_C, end - 1), dtype
-            )
-            return softmax.fold(q_RH, k_CH, v_CH, (key_C < end)[None, :], scoring)
+            read_C = jnp.minimum(key_C, end - 1)
+            return pages.fold(softmax, b, read_C, q, (key_C < end)[None, :], scored)
 
         blocks = lax.div(end - begin + (block - 1), block)
-        softmax = lax.fori_loop(0, blocks, fold, Softmax.start(R, q_RH.shape[1]))
-        out_RH = softmax.normalised()
+        softmax = lax.fori_loop(0, blocks, fold, pages.start(R, q_RH.shape[1]))
+        out_RH = pages.normalised(softmax)
 
         @pl.when(items == 1)
         def _() -> None:
@@ -382,7 +395,7 @@ def _merge(
         decay_R = jnp.exp2(state.max_R - max_R)
         share_IR = jnp.exp2(weight_IR - max_R[None, :])
         return Softmax(
-            state.out_RH * decay_R[:, None] + (part_IRL * share_IR[:, :, None]).sum(axis=0),
+            (state.out[0] * decay_R[:, None] + (part_IRL * share_IR[:, :, None]).sum(axis=0),),
             max_R,
             state.sum_R * decay_R + share_IR.sum(axis=0),
         )

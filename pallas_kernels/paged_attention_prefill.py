@@ -19,15 +19,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.byte_pairs import as_bytes
 from pallas_kernels.flash import (
+    Pages,
     Scoring,
     Softmax,
     check_operands,
-    load_keys,
     load_rows,
     padded,
     store_rows,
 )
+from pallas_kernels.page_scales import computed_dtype
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ def paged_attention_prefill(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    page_scales: jax.Array | None = None,
     config: TuningConfig | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -93,20 +96,23 @@ def paged_attention_prefill(
     Raises:
         ValueError: shapes, dtypes or options outside these bounds.
     """
-    check_operands(q_TNH, pages_P2KSH, page_table_BM, kv_len_B)
+    check_operands(q_TNH, pages_P2KSH, page_table_BM, kv_len_B, page_scales)
     T, N, H = q_TNH.shape
     K = pages_P2KSH.shape[2]
-    dtype = jnp.promote_types(q_TNH.dtype, pages_P2KSH.dtype)
+    dtype = computed_dtype(q_TNH.dtype, pages_P2KSH.dtype)
     config = config or tuning_config(H=H, bytes_per_element=dtype.itemsize)
     tile_X4 = prefill_tiles(
         query_start_B1, kv_len_B, num_decodes, num_seqs, T=T, tokens=config.block_rows // (N // K)
     )
+    ins = [tile_X4, q_TNH, page_table_BM, as_bytes(pages_P2KSH)]
+    ins += [] if page_scales is None else [page_scales]
     return pl.pallas_call(
         partial(
             _prefill_kernel,
             K=K,
             scoring=Scoring(scale, window, softcap),
             config=config,
+            stored=pages_P2KSH.dtype,
             dtype=dtype,
         ),
         grid=(tile_X4.shape[0] * K,),
@@ -116,7 +122,7 @@ def paged_attention_prefill(
         ),
         interpret=interpret,
         name="paged_attention_prefill",
-    )(tile_X4, q_TNH, pages_P2KSH, page_table_BM)
+    )(*ins)
 
 
 def prefill_tiles(
@@ -157,15 +163,16 @@ def prefill_tiles(
 def _prefill_kernel(
     tile_ref: Any,
     q_ref: Any,
-    pages_ref: Any,
     page_table_ref: Any,
-    out_ref: Any,
-    *,
+    pages_ref: Any,
+    *rest: Any,
     K: int,
     scoring: Scoring,
     config: TuningConfig,
+    stored: Any,
     dtype: Any,
 ) -> None:
+    *scale_ref, out_ref = rest
     pid = pl.program_id(0)
     x, k = lax.div(pid, K), lax.rem(pid, K)
     b, row, rows, position = (tile_ref[x, i] for i in range(4))
@@ -182,14 +189,15 @@ def _prefill_kernel(
     def _() -> None:
         # Rows beyond the tile compute what its last token does, and are not stored.
         filled_R = jnp.minimum(t_R, rows - 1)
-        q_RH = load_rows(q_ref, row + filled_R, n_R).astype(dtype)
+        q_RH = load_rows(q_ref, row + filled_R, n_R)
         position_R = position + filled_R
+        scales = scale_ref[0] if scale_ref else None
+        pages = Pages(pages_ref, scales, page_table_ref, k, stored, dtype)
+        q, scored = pages.meet(q_RH, scoring)
 
         def fold(i: jax.Array, softmax: Softmax) -> Softmax:
-            k_CH, v_CH = load_keys(
-                pages_ref, page_table_ref, b, k, i * block + jnp.arange(block), dtype
-            )
-            return softmax.fold(q_RH, k_CH, v_CH, None, scoring)
+            key_C = i * block + jnp.arange(block)
+            return pages.fold(softmax, b, key_C, q, None, scored)
 
         def fold_masked(i: jax.Array, softmax: Softmax) -> Softmax:
             key_C = i * block + jnp.arange(block)
@@ -198,10 +206,9 @@ def _prefill_kernel(
                 sees_RC &= key_C[None, :] > (position_R - window)[:, None]
             # Only keys that some row sees are read: others may be anything, NaN included.
             read_C = jnp.clip(key_C, first_key(position), last)
-            k_CH, v_CH = load_keys(pages_ref, page_table_ref, b, k, read_C, dtype)
-            return softmax.fold(q_RH, k_CH, v_CH, sees_RC, scoring)
+            return pages.fold(softmax, b, read_C, q, sees_RC, scored)
 
-        softmax = Softmax.start(config.block_rows, q_RH.shape[1])
+        softmax = pages.start(config.block_rows, q_RH.shape[1])
         end = lax.div(last + block, block)
         begin_all = jnp.int32(0)  # blocks that all rows see whole: begin_all to end_all
         if window is not None:
@@ -211,4 +218,4 @@ def _prefill_kernel(
         end_all = jnp.clip(lax.div(jnp.maximum(position + 1, 0), block), begin_all, end)
         softmax = lax.fori_loop(begin_all, end_all, fold, softmax)
         softmax = lax.fori_loop(end_all, end, fold_masked, softmax)
-        store_rows(out_ref, row + t_R, n_R, value=softmax.normalised(), live_R=live_R)
+        store_rows(out_ref, row + t_R, n_R, value=pages.normalised(softmax), live_R=live_R)

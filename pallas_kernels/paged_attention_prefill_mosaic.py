@@ -69,6 +69,7 @@ def paged_attention_prefill_mosaic(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    page_scales: jax.Array | None = None,
     config: TuningConfig | None = None,
 ) -> jax.Array:
     """As `paged_attention_prefill.paged_attention_prefill`, on compute capability 9.0 alone.
@@ -80,7 +81,7 @@ def paged_attention_prefill_mosaic(
             than 64, 128 and 256, pages of other than 16, 32 or 64 tokens, and what the other
             kernel refuses.
     """
-    check_operands(q_TNH, pages_P2KSH, page_table_BM, kv_len_B)
+    check_operands(q_TNH, pages_P2KSH, page_table_BM, kv_len_B, page_scales)
     T, N, H = q_TNH.shape
     _, _, K, S, _ = pages_P2KSH.shape
     dtype = q_TNH.dtype

@@ -24,6 +24,7 @@ def paged_attention_triton(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    page_scales: jax.Array | None = None,
     decode_only: bool = False,
     prefill: Callable[..., jax.Array] = paged_attention_prefill,
     interpret: bool = False,
@@ -44,6 +45,7 @@ def paged_attention_triton(
         scale=scale,
         window=window,
         softcap=softcap,
+        page_scales=page_scales,
         kv_len_B=kv_len_B,
         num_decodes=num_decodes,
         interpret=interpret,
@@ -62,6 +64,7 @@ def paged_attention_triton(
         scale=scale,
         window=window,
         softcap=softcap,
+        page_scales=page_scales,
         **({"interpret": True} if interpret else {}),
     )
     return decode(q_TNH, pages_P2KSH, page_table_BM, into_TNH=out_TNH)

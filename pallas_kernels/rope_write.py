@@ -17,10 +17,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.flash import padded
+from pallas_kernels.page_scales import check_page_scales, narrowed, slot_scale
 from pallas_kernels.rms_norm import Norm, rms_norm
 from pallas_kernels.write_kv_pages import write_kv_pages
 
 Halves = tuple[jax.Array, jax.Array]  # of rows of H, [R, padded D]
+Written = tuple[jax.Array, jax.Array, jax.Array | None]  # queries, pages, the pages' scales
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,12 @@ def rope_write(
     slot_T: jax.Array,
     scales: tuple[jax.Array, jax.Array] | None = None,
     *,
+    page_scales: jax.Array | None = None,
     eps: float = 0.0,
     plus_one: bool = False,
     config: TuningConfig | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> Written:
     """Normalise and rotate queries and keys; write keys and values into their pages.
 
     Float32 inside; the normalised values are rounded to the activations' dtype before they are
@@ -80,33 +83,48 @@ def rope_write(
         page_T, slot_T: int32, inside the pool. Several tokens may name the same slot (padding
             does, in page 0); what it holds then may be a mixture.
         scales: factors [H] of the queries' and of the keys' RMS norm; None: no norm.
+        page_scales: of pages of one byte; see `page_scales`.
         eps: added to the mean square.
         plus_one: the factors are scales + 1, as Gemma has it.
         config: layout on the card; None: `tuning_config`.
         interpret: run on any platform, slowly.
 
     Returns:
-        The queries [T, K * G, H], and the pages.
+        The queries [T, K * G, H], the pages and their scales: where they belong to slots, with
+        the tokens' own.
 
     Raises:
         ValueError: shapes or dtypes that do not fit together.
     """
     _check(qkv_TKXH, cos_TD, sin_TD, pages_P2KSH, scales)
+    check_page_scales(pages_P2KSH, page_scales)
     T, K, X, H = qkv_TKXH.shape
     config = config or tuning_config(T=T, X=X, H=H, bytes_per_element=qkv_TKXH.dtype.itemsize)
-    ins = [qkv_TKXH, cos_TD, sin_TD, page_T, slot_T, *(scales or ()), pages_P2KSH]
-    return pl.pallas_call(
-        partial(_kernel, tokens=config.tokens, eps=eps, plus_one=plus_one),
+    ins = [qkv_TKXH, cos_TD, sin_TD, page_T, slot_T, *(scales or ())]
+    ins += [] if page_scales is None else [page_scales]
+    outs = [pages_P2KSH]
+    if page_scales is not None and page_scales.ndim == 4:
+        outs.insert(0, ins.pop())
+    q_TNH, *updated = pl.pallas_call(
+        partial(
+            _kernel,
+            norms=len(scales or ()),
+            given=page_scales is not None and page_scales.ndim == 2,
+            tokens=config.tokens,
+            eps=eps,
+            plus_one=plus_one,
+        ),
         grid=(pl.cdiv(T, config.tokens) * K,),
         out_shape=(
             jax.ShapeDtypeStruct((T, K * (X - 2), H), qkv_TKXH.dtype),
-            jax.ShapeDtypeStruct(pages_P2KSH.shape, pages_P2KSH.dtype),
+            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outs),
         ),
-        input_output_aliases={len(ins) - 1: 1},
+        input_output_aliases={len(ins) + i: 1 + i for i in range(len(outs))},
         compiler_params=pltriton.CompilerParams(num_warps=config.num_warps, num_stages=1),
         interpret=interpret,
         name="rope_write",
-    )(*ins)
+    )(*ins, *outs)
+    return q_TNH, updated[-1], updated[0] if len(updated) == 2 else page_scales
 
 
 def rope_write_reference(
@@ -118,9 +136,10 @@ def rope_write_reference(
     slot_T: jax.Array,
     scales: tuple[jax.Array, jax.Array] | None = None,
     *,
+    page_scales: jax.Array | None = None,
     eps: float = 0.0,
     plus_one: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> Written:
     """`rope_write` in plain XLA, for every platform."""
     T, K, X, H = qkv_TKXH.shape
     dtype = qkv_TKXH.dtype
@@ -131,8 +150,8 @@ def rope_write_reference(
             for x, scale in zip((q_TKGH, k_TKH), scales, strict=True)
         )
     q_TKGH, k_TKH = (apply_rope(x, cos_TD, sin_TD).astype(dtype) for x in (q_TKGH, k_TKH))
-    pages_P2KSH = write_kv_pages(k_TKH, v_TKH, pages_P2KSH, page_T, slot_T)
-    return q_TKGH.reshape(T, K * (X - 2), H), pages_P2KSH
+    written = write_kv_pages(k_TKH, v_TKH, pages_P2KSH, page_T, slot_T, page_scales)
+    return q_TKGH.reshape(T, K * (X - 2), H), *written
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -150,12 +169,16 @@ def _kernel(
     page_ref: Any,
     slot_ref: Any,
     *rest: Any,
+    norms: int,
+    given: bool,
     tokens: int,
     eps: float,
     plus_one: bool,
 ) -> None:
-    *scale_refs, input_ref, q_ref, pages_ref = rest
-    del input_ref  # pages_ref's memory
+    scale_refs, rest = rest[:norms], rest[norms:]
+    given_ref, rest = (rest[0], rest[1:]) if given else (None, rest)
+    # The first half of what is left are the inputs that the outputs after the queries alias.
+    q_ref, *slot_scale_refs, pages_ref = rest[len(rest) // 2 :]
     T, K, X, H = qkv_ref.shape
     D, G, dtype = H // 2, X - 2, qkv_ref.dtype
     k = lax.rem(pl.program_id(0), K)
@@ -195,6 +218,10 @@ def _kernel(
             )
         return (a * cos - b * sin).astype(dtype), (b * cos + a * sin).astype(dtype)
 
+    def narrow(halves: Halves, scale: jax.Array) -> Halves:
+        a, b = (narrowed(half, scale, pages_ref.dtype) for half in halves)
+        return a, b
+
     # All are read before the first is written: the compiler does not move reads past writes.
     *queries, key, value = [
         (load(qkv_ref, t_R, k, x), load(qkv_ref, t_R, k, x, first=D)) for x in range(X)
@@ -204,8 +231,16 @@ def _kernel(
     slot_R = pltriton.load(slot_ref.at[t_R], mask=live_R, other=0)
     for g, query in enumerate(queries):
         store(q_ref, t_R, k * G + g, halves=turned(query, is_key=False))
-    store(pages_ref, page_R, 0, k, slot_R, halves=turned(key, is_key=True))
-    store(pages_ref, page_R, 1, k, slot_R, halves=value)
+    for side, halves in enumerate((turned(key, is_key=True), value)):
+        if given_ref is not None:
+            halves = narrow(halves, given_ref[side, k])
+        elif slot_scale_refs:
+            largest_R = jnp.maximum(*(jnp.abs(half).max(axis=1) for half in halves))
+            scale_R = slot_scale(largest_R)
+            at = (page_R, jnp.full_like(page_R, side), jnp.full_like(page_R, k), slot_R)
+            pltriton.store(slot_scale_refs[0].at[at], scale_R, mask=live_R)
+            halves = narrow(halves, scale_R[:, None])
+        store(pages_ref, page_R, side, k, slot_R, halves=halves)
 
 
 def _check(
@@ -228,6 +263,5 @@ def _check(
     for scale in scales or ():
         if scale.shape != (H,):
             raise ValueError(f"expected scales {(H,)}, got {scale.shape}")
-    for name, dtype in (("activations", qkv_TKXH.dtype), ("pages", pages_P2KSH.dtype)):
-        if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-            raise ValueError(f"{name} must be float32, bfloat16 or float16, got {dtype}")
+    if qkv_TKXH.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(f"activations must be float32, bfloat16 or float16, got {qkv_TKXH.dtype}")

@@ -22,7 +22,7 @@ import numpy as np
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "fixtures")]
 
-from ragged_attention import attention_by_definition, ragged_batch  # noqa: E402
+from ragged_attention import attention_by_definition, in_one_byte, ragged_batch  # noqa: E402
 
 from pallas_kernels.paged_attention_prefill import paged_attention_prefill  # noqa: E402
 from pallas_kernels.paged_attention_prefill_mosaic import (  # noqa: E402
@@ -43,13 +43,18 @@ SHAPES: tuple[dict[str, Any], ...] = (
     {"N": 4, "K": 4, "H": 80, "S": 128, "M": 16},
     {"N": 16, "K": 1, "H": 96},
 )
+ONE_BYTE = ("float8_e4m3fn", "float8_e5m2", "int8")
 OPTIONS: tuple[dict[str, Any], ...] = ({}, {"window": 100, "softcap": 5.0})
 
 
 def check_attention(
-    shape: dict[str, Any], dtype: str, kind: str, options: dict[str, Any]
+    shape: dict[str, Any],
+    dtype: str,
+    kind: str,
+    options: dict[str, Any],
+    pages: str | None = None,
 ) -> tuple[float, float]:
-    """Worst difference of one case, and what is allowed."""
+    """Worst difference of one case, and what is allowed; `pages` of one byte or of `dtype`."""
     decode_only = kind == "decode"
     r = ragged_batch(
         DECODES if decode_only else MIXED,
@@ -58,6 +63,8 @@ def check_attention(
         dtype=dtype,
         **{"M": 128, **shape},
     )
+    if pages is not None:
+        r = in_one_byte(r, pages)
     attend: Callable[..., jax.Array] = partial(
         paged_attention_triton,
         scale=0.1,
@@ -83,7 +90,11 @@ def check_attention(
 
 
 def check_rope_write(
-    shape: dict[str, Any], dtype: str, kind: str, options: dict[str, Any]
+    shape: dict[str, Any],
+    dtype: str,
+    kind: str,
+    options: dict[str, Any],
+    pages: str | None = None,
 ) -> tuple[float, float]:
     """Worst difference from the plain version, in queries and pages, and what is allowed."""
     T, P = 300, 64
@@ -100,18 +111,33 @@ def check_rope_write(
         normal(T, K, N // K + 2, H),
         jnp.asarray(np.cos(angle), jnp.float32),
         jnp.asarray(np.sin(angle), jnp.float32),
-        normal(P, 2, K, S, H),
+        normal(P, 2, K, S, H, dtype=dtype if pages is None else "float32").astype(pages or dtype),
         jnp.asarray(place_T // S),
         jnp.asarray(place_T % S),
         (normal(H), normal(H)) if options["norm"] else None,
     )
+    scales = None
+    if pages is not None:
+        scales = jnp.full((P, 2, K, S) if pages == "int8" else (2, K), 0.05)
     got, want = (
-        jax.jit(partial(write, eps=1e-6, plus_one=options["plus_one"]))(*arguments)
+        jax.jit(partial(write, eps=1e-6, plus_one=options["plus_one"]))(
+            *arguments, page_scales=scales
+        )
         for write in (rope_write, rope_write_reference)
     )
+    if scales is not None:  # compared as they are read
+        got, want = (
+            (q, values.astype("float32") * (x[..., None] if x.ndim == 4 else 0.05))
+            for q, values, x in (got, want)
+        )
     differences = [
-        np.abs(np.asarray(a - b, np.float32)).max() for a, b in zip(got, want, strict=True)
+        np.abs(np.asarray(a.astype("float32") - b.astype("float32"))).max()
+        for a, b in zip(got[:2], want[:2], strict=True)
     ]
+    if pages is not None:  # a rounding apart may cross a border: one step of the largest value
+        return float(np.max(differences)), {"int8": 0.1, "float8_e4m3fn": 1, "float8_e5m2": 2}[
+            pages
+        ]
     # XLA may keep more digits between norm and rotation than the kernel, which rounds there.
     return float(np.max(differences)), 20 * TOLERANCE[dtype]
 
@@ -122,6 +148,11 @@ def cases(dtypes: Sequence[str]) -> Iterator[tuple[Callable[..., tuple[float, fl
         hopper = dtype != "float32" and shape["H"] in (64, 128, 256) and shape.get("S", 16) <= 64
         for kind in ("decode", "triton", "mosaic")[: 2 + hopper]:
             yield check_attention, (shape, dtype, kind, options)
+    for shape, pages, kind in product(SHAPES, ONE_BYTE, ("decode", "triton")):
+        yield check_attention, (shape, dtypes[0], kind, OPTIONS[1], pages)
+    for shape, pages in zip(SHAPES, 2 * ONE_BYTE, strict=True):
+        options = {"norm": True, "plus_one": True}
+        yield check_rope_write, (shape, dtypes[0], "rope", options, pages)
     for shape, dtype in product(SHAPES, dtypes):
         for norm, plus_one in ((False, False), (True, True)):
             yield check_rope_write, (shape, dtype, "rope", {"norm": norm, "plus_one": plus_one})

@@ -229,13 +229,13 @@ class Server:
         return float("nan") if found is None else float(found[1])
 
     def memory(self) -> dict[str, float]:
-        """Resident MiB of the server's process and the core's."""
+        """Resident MiB of the server's process and of all cores'."""
         pid = self._process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        (core,) = (
+        cores = [
             child for child in children if b"--input" in Path(f"/proc/{child}/cmdline").read_bytes()
-        )
-        return {"server": _resident(pid), "core": _resident(int(core))}
+        ]
+        return {"server": _resident(pid), "core": sum(_resident(int(core)) for core in cores)}
 
     def stop(self) -> int:
         """The exit status after SIGTERM."""

@@ -11,7 +11,7 @@ import pytest
 
 import jaxpaged
 import jaxpaged.cli
-import jaxpaged.server.run
+import jaxpaged.server.service
 from jaxpaged.config import EngineConfig
 from jaxpaged.server_config import ServerConfig
 
@@ -25,7 +25,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, ServerCo
         found.append((engine, server))
         return 0
 
-    monkeypatch.setattr(jaxpaged.server.run, "serve", serve)
+    monkeypatch.setattr(jaxpaged.server.service, "serve", serve)
     monkeypatch.delenv("JAXPAGED_API_KEY", raising=False)
     return found
 

@@ -13,7 +13,7 @@ import yaml
 
 from jaxpaged import cli
 from jaxpaged.engine.messages import EngineInfo
-from jaxpaged.engine.metrics import Metrics
+from jaxpaged.engine.metrics import Metrics, MetricsRegistry
 from jaxpaged.server.run import ABORT_SECONDS
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +33,9 @@ def known_metrics() -> frozenset[str]:
         max_model_len=64, vocab_size=8, num_pages=8, page_size=16, max_logprobs=5, platform="cpu",
         attention_backend="xla", dtype="float32", buckets=[], startup_seconds={},
     )  # fmt: skip
-    text = Metrics(info, "m", "jaxpaged").text().decode()
+    registry = MetricsRegistry("m", "jaxpaged")
+    Metrics(registry, info)
+    text = registry.text().decode()
     return frozenset(re.findall(r"^jaxpaged:(\w+)", text, re.M))
 
 

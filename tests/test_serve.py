@@ -276,6 +276,30 @@ def test_a_dead_engine_says_so_and_exits(tmp_path: Path) -> None:
     assert serving.process.wait(timeout=20) != 0
 
 
+def test_two_engines_give_the_tokens_of_one(serving: Serving, tmp_path: Path) -> None:
+    two = Serving("-dp", "2", log=tmp_path / "log")
+
+    def answers(where: Serving, place: int) -> list[str]:
+        prompt = f"Act {place}. " + "Enter the king, and after him the whole of his court. " * 3
+        made = where.client.completions.create(
+            model="demo", prompt=prompt, max_tokens=16, temperature=0, n=2
+        )
+        return [choice.text for choice in made.choices]
+
+    with ThreadPoolExecutor(6) as threads:
+        ones, twos = (
+            list(threads.map(lambda place, where=where: answers(where, place % 5), range(10)))
+            for where in (serving, two)
+        )
+    assert ones == twos
+    metrics = httpx.get(two.url + "/metrics").text
+    made = re.findall(r'^jaxpaged:generation_tokens_total{engine="(.)".*} (\S+)$', metrics, re.M)
+    assert [number for number, _ in made] == ["0", "1"]
+    assert all(float(count) > 0 for _, count in made)
+    two.process.send_signal(signal.SIGTERM)
+    assert two.process.wait(timeout=20) == 0, two.text
+
+
 def test_settings_that_cannot_work_are_one_line(tmp_path: Path) -> None:
     empty, foreign = tmp_path / "empty", tmp_path / "foreign"
     empty.mkdir()

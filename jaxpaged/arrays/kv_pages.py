@@ -6,6 +6,11 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from flax import struct
+
+from pallas_kernels.page_scales import FLOAT8
+
+SLOT_SCALE = jnp.dtype(jnp.float32)  # of what int8 pages are multiplied by
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,14 @@ def group_layers(windows_L: tuple[int | None, ...]) -> tuple[KVGroup, ...]:
     )
 
 
+@struct.dataclass
+class KVPages:
+    """One array of the pool."""
+
+    values_P2KSH: jax.Array  # keys at 0, values at 1
+    scale_P2KS: jax.Array | None  # f32, where they are int8: what each slot is multiplied by
+
+
 @dataclass(frozen=True)
 class KVPagesSpec:
     """Shape of the pool. Layer `l` uses array `array_of(l)` and the page table of `group_of(l)`."""
@@ -50,11 +63,22 @@ class KVPagesSpec:
         return max(len(group.layers) for group in self.groups)
 
     @property
+    def has_slot_scales(self) -> bool:
+        """Whether every slot has a scale of its own."""
+        return self.dtype == jnp.int8
+
+    @property
+    def has_layer_scales(self) -> bool:
+        """Whether a layer's keys and values are scaled by parameters of it."""
+        return self.dtype in FLOAT8
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page over all arrays: what one more page costs each device."""
         heads = self.num_kv_heads // self.num_devices
-        slot = 2 * heads * self.head_dim * jnp.dtype(self.dtype).itemsize
-        return self.num_arrays * self.page_size * slot
+        row = self.head_dim * jnp.dtype(self.dtype).itemsize
+        row += SLOT_SCALE.itemsize if self.has_slot_scales else 0
+        return self.num_arrays * self.page_size * 2 * heads * row
 
     def place(self, layer: int) -> tuple[int, int]:
         """(group, array) of a layer."""
@@ -63,7 +87,13 @@ class KVPagesSpec:
                 return g, group.layers.index(layer)
         raise ValueError(f"layer {layer} is in no KV group")
 
-    def zeros(self) -> tuple[jax.Array, ...]:
-        """One [P, 2, K, S, H] array for each layer of a group; keys at 0, values at 1."""
-        shape = (self.num_pages, 2, self.num_kv_heads, self.page_size, self.head_dim)
-        return tuple(jnp.zeros(shape, self.dtype) for _ in range(self.num_arrays))
+    def zeros(self) -> tuple[KVPages, ...]:
+        """One array for each layer of a group."""
+        shape = (self.num_pages, 2, self.num_kv_heads, self.page_size)
+        return tuple(
+            KVPages(
+                jnp.zeros((*shape, self.head_dim), self.dtype),
+                jnp.zeros(shape, SLOT_SCALE) if self.has_slot_scales else None,
+            )
+            for _ in range(self.num_arrays)
+        )

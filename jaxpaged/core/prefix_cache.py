@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass
-from hashlib import sha256
 
 from jaxpaged.core.page_pool import PagePool
 from jaxpaged.core.sequence import SequenceState
+from jaxpaged.page_keys import page_keys
 
 
 def first_needed_page(position: int, window: int | None, page_size: int) -> int:
@@ -28,9 +27,9 @@ class PrefixHit:
 class PrefixCache:
     """Full pages of all groups by the key of their place in a sequence.
 
-    A key is the SHA-256 over its parent's key and the page's token ids; the first parent is made
-    of the salt and the version of the weights. A hit of n pages needs, of a full group, all of
-    them and, of a group with a window, those that a query just behind them can see.
+    Keys are those of `page_keys`; their origin is the salt and the version of the weights. A hit
+    of n pages needs, of a full group, all of them and, of a group with a window, those that a query
+    just behind them can see.
     """
 
     def __init__(self, pool: PagePool, windows: tuple[int | None, ...], page_size: int) -> None:
@@ -104,16 +103,10 @@ class PrefixCache:
         hashes, size = sequence.page_hashes, self._page_size
         if len(hashes) >= count:
             return
-        if hashes:
-            parent = hashes[-1]
-        else:
-            extra = (sequence.request.cache_salt, self._weight_version)
-            parent = sha256(repr(extra).encode()).digest()
-        ids = array("i", sequence.token_ids[len(hashes) * size : count * size])
-        data, step = ids.tobytes(), size * ids.itemsize
-        for start in range(0, len(data), step):
-            parent = sha256(parent + data[start : start + step]).digest()
-            hashes.append(parent)
+        parent = hashes[-1] if hashes else None
+        origin = (sequence.request.cache_salt, self._weight_version)
+        new = sequence.token_ids[len(hashes) * size : count * size]
+        hashes += page_keys(new, size, parent, origin)
 
     def _longest(self, columns: list[list[int]]) -> int:
         """The largest number of leading pages that serves every group."""

@@ -1,4 +1,4 @@
-"""The engine for a server: many requests at once, the core in a process of its own."""
+"""The engine for a server: many requests at once, each core in a process of its own."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ import msgspec
 
 from jaxpaged import model_files
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine.core_client import CORE_COMMAND, CoreClient
+from jaxpaged.engine.core_client import FrontEnd
+from jaxpaged.engine.core_fleet import CORE_COMMAND, CoreFleet
 from jaxpaged.engine.errors import BadRequestError, EngineDeadError, RequestFailedError
 from jaxpaged.engine.grammar_checker import GrammarChecker
 from jaxpaged.engine.input_processor import InputProcessor, Prompt
+from jaxpaged.engine.load_log import LoadLog
 from jaxpaged.engine.messages import (
     AbortRequests,
     AddRequest,
     Command,
-    CommandDone,
     EngineInfo,
     EngineStats,
     PoolSnapshot,
     SequenceOutput,
 )
-from jaxpaged.engine.metrics import Metrics, RequestTimes
+from jaxpaged.engine.metrics import MetricsRegistry, RequestTimes
 from jaxpaged.engine.output_processor import OutputProcessor
-from jaxpaged.engine.pool_watch import PoolWatch
+from jaxpaged.engine.replica import Replica, connect, together
+from jaxpaged.engine.router import TYPICAL_OUTPUT, Route, Router
 from jaxpaged.engine.tokenizer import Tokenizer, generation_defaults
 from jaxpaged.outputs import RequestOutput
 from jaxpaged.sampling_params import SamplingParams
@@ -40,8 +42,6 @@ from jaxpaged.sampling_params import SamplingParams
 log = logging.getLogger(__name__)
 
 LONG_TEXT = 20_000  # characters beyond which a text is tokenized in a thread
-STATS_SECONDS = 10.0  # between two lines of statistics in the log
-
 
 Failure = RequestFailedError | BadRequestError
 # Called as a request begins, in the context of who began it; what it returns is called with the
@@ -53,6 +53,8 @@ Observer = Callable[[RequestTimes], Callable[[str], None]]
 class _Flight:
     """A request that somebody waits for."""
 
+    replica: Replica
+    route: Route
     times: RequestTimes
     delta: bool
     tell_end: list[Callable[[str], None]]
@@ -63,10 +65,10 @@ class AsyncLLM:
     """Generates for many callers of one event loop; `start` first, `shutdown` at the end.
 
     Args:
-        config: settings of the core.
-        core_command: what runs the core.
-        model_name: label of the metrics.
-        metrics_prefix: what the metrics' names begin with.
+        config: settings of the cores; data_parallel_size says how many there are.
+        core_command: what runs a core.
+        front_end: this process shares cores that run already; None: it starts its own.
+        metrics: where its series are shown.
         log_stats: log throughput and load every ten seconds in which there was any.
         observers: are told of each request's begin and end.
     """
@@ -76,8 +78,8 @@ class AsyncLLM:
         config: EngineConfig,
         *,
         core_command: Sequence[str] = CORE_COMMAND,
-        model_name: str = "demo",
-        metrics_prefix: str = "jaxpaged",
+        front_end: FrontEnd | None = None,
+        metrics: MetricsRegistry | None = None,
         log_stats: bool = False,
         observers: Sequence[Observer] = (),
     ) -> None:
@@ -85,24 +87,22 @@ class AsyncLLM:
         self.tokenizer: Tokenizer | None = None
         self._grammars: GrammarChecker | None = None  # None: there is no tokenizer
         self.sampling_defaults: dict[str, Any] = {}  # from the model's generation_config.json
-        self.stats = EngineStats()
-        self.dead: EngineDeadError | None = None
-        self._core = CoreClient(core_command)
-        self._pool_watch = PoolWatch(self._core.send)
-        self._labels = (model_name, metrics_prefix)
+        self.replicas: list[Replica] = []
+        self.metrics = metrics or MetricsRegistry("demo", "jaxpaged")
+        self._fleet = CoreFleet(config, core_command) if front_end is None else None
+        self._front_end = front_end
         self._log_stats = log_stats
         self._observers = observers
         self._flights: dict[str, _Flight] = {}  # by the engine's id
-        self._arrivals = itertools.count()
-        self._commands: dict[int, asyncio.Future[CommandDone]] = {}  # by number, unanswered
-        self._died = asyncio.Event()
+        self._died = asyncio.Event()  # every replica has
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> EngineInfo:
-        """Start the core and load the tokenizer meanwhile.
+        """Start the cores and load the tokenizer meanwhile.
 
         Raises:
-            EngineStartError: the core could not start.
+            EngineStartError: a core could not start.
+            ValueError: there are too few devices.
             OSError: the model's or the tokenizer's files are missing.
         """
         config = self.config
@@ -112,24 +112,50 @@ class AsyncLLM:
         if config.generation_config == "auto":
             self.sampling_defaults = generation_defaults(folder)
         try:
-            await self._core.launch(config)
+            front_end = self._front_end
+            if self._fleet is not None:
+                (front_end,) = await self._fleet.launch()
+            assert front_end is not None
             if not config.skip_tokenizer_init:
                 self.tokenizer = await asyncio.to_thread(self._load_tokenizer, folder)
                 self._grammars = GrammarChecker(self.tokenizer.file)
                 self._grammars.warm_up()
-            self.info = await self._core.wait_ready()
+            self.replicas = await connect(front_end, self.metrics)
         except BaseException:
             if self._grammars is not None:
                 self._grammars.close()
-            await asyncio.shield(self._core.kill())
+            if self._fleet is not None:
+                await asyncio.shield(self._fleet.kill())
             raise
+        infos = [replica.info for replica in self.replicas]
+        self.info = msgspec.structs.replace(
+            infos[0], max_model_len=min(info.max_model_len for info in infos)
+        )
+        pages = [info.num_pages if config.enable_prefix_caching else 0 for info in infos]
+        self._router = Router(pages, self.info.page_size, turn=front_end.index)
+        self._numbers = itertools.count(front_end.index, front_end.count)  # see FrontEnd
         self._inputs = InputProcessor(self.info, self.tokenizer, self._grammars)
         self._outputs = OutputProcessor(self.tokenizer)
-        self.metrics = Metrics(self.info, *self._labels)
-        self._tasks.append(asyncio.create_task(self._read()))
-        if self._log_stats:
-            self._tasks.append(asyncio.create_task(self._log_load()))
+        self._tasks += [asyncio.create_task(self._read(replica)) for replica in self.replicas]
+        if self._log_stats and front_end.index == 0:
+            logging_load = LoadLog(infos).run(lambda: self.stats, self.metrics.totals)
+            self._tasks.append(asyncio.create_task(logging_load))
         return self.info
+
+    @property
+    def living(self) -> list[Replica]:
+        """The engines that serve; none before the start and after the last one's death."""
+        return [replica for replica in self.replicas if replica.dead is None]
+
+    @property
+    def dead(self) -> EngineDeadError | None:
+        """Why no request will be served any more."""
+        return None if self.living or not self.replicas else self.replicas[0].dead
+
+    @property
+    def stats(self) -> EngineStats:
+        """The state of all engines together."""
+        return together(self.replicas)
 
     async def prepare(
         self,
@@ -176,21 +202,23 @@ class AsyncLLM:
         Raises:
             RequestFailedError: the queue is full.
             BadRequestError: it cannot be fulfilled, as showed only now.
-            EngineDeadError: the core died, before or meanwhile.
+            EngineDeadError: its engine died meanwhile, or all of them before.
         """
-        if self.dead is not None:
-            raise self.dead
+        route = self._route(request)
+        replica = self.replicas[route.engine]
         # The engine knows it by an id of its own: late news of a request that had the same id,
         # and was aborted, must not reach this one.
         given_id = request.request_id
         times = RequestTimes(request)
-        request_id = f"{given_id}-{next(self._arrivals)}"
+        request_id = f"{given_id}-{next(self._numbers)}"
         request = msgspec.structs.replace(request, request_id=request_id)
-        flight = _Flight(times, delta, [observe(times) for observe in self._observers])
+        flight = _Flight(
+            replica, route, times, delta, [observe(times) for observe in self._observers]
+        )
         self._flights[request_id] = flight
         self._outputs.add(request, prompt, delta=delta)
         try:
-            self._core.send(request)
+            replica.send(request)
             finished = False
             while not finished:
                 output = await flight.queue.get()
@@ -225,57 +253,73 @@ class AsyncLLM:
         """
         if self._grammars is not None:
             self._grammars.close()
-        if self._flights:
-            self._core.send(AbortRequests(list(self._flights)))
+        for replica in self.living:
+            own = [name for name, flight in self._flights.items() if flight.replica is replica]
+            if own:
+                replica.send(AbortRequests(own))
 
-    async def command(self, name: str, argument: str | None = None) -> str | None:
-        """Have the core do something beside requests; see `Command`.
+    async def command(self, name: str, arguments: Sequence[str] = ()) -> None:
+        """Have every living engine do something beside requests; see `Command`.
+
+        Args:
+            arguments: one for each engine, if it takes one.
 
         Raises:
             BadRequestError: it cannot be done now; in the core's words.
-            EngineDeadError: the core died, before or meanwhile.
+            EngineDeadError: one died meanwhile, or all of them before.
         """
         if self.dead is not None:
             raise self.dead
-        number = next(self._arrivals)
-        answer = self._commands[number] = asyncio.get_running_loop().create_future()
-        self._core.send(Command(number, name, argument))
-        try:
-            done = await answer
-        finally:
-            del self._commands[number]
-        if done.error is not None:
-            raise BadRequestError(done.error)
-        return done.result
+        if name == "reset_prefix_cache":
+            self._router.forget()
+        doing = []
+        for replica in self.living:
+            argument = arguments[replica.number] if arguments else ""
+            doing.append(replica.command(Command(next(self._numbers), name, argument)))
+        await asyncio.gather(*doing)
 
     @property
     def num_requests(self) -> int:
         """Requests that somebody waits for."""
         return len(self._flights)
 
-    async def pool(self) -> PoolSnapshot | None:
-        """A picture of the page pool, some tenths of a second old.
+    async def pool(self) -> tuple[Replica, PoolSnapshot | None]:
+        """The first living engine and a picture of its page pool, some tenths of a second old.
 
         Raises:
             EngineDeadError: there is no pool any more.
         """
         if self.dead is not None:
             raise self.dead
-        return await self._pool_watch.look()
+        first = self.living[0]
+        return first, await first.pool()
 
     async def wait_dead(self) -> None:
-        """Return when the core has died."""
+        """Return when the last engine has died."""
         await self._died.wait()
 
     async def shutdown(self) -> None:
-        """End the core; requests in flight fail."""
+        """End the cores, if they are its own; requests in flight fail."""
         for task in self._tasks:
             task.cancel()
-        if self.dead is None:
-            self._die(EngineDeadError("the server is shutting down"))
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for replica in self.living:
+            self._die(replica, EngineDeadError("the server is shutting down"))
         if self._grammars is not None:
             await asyncio.to_thread(self._grammars.close)
-        await self._core.stop()
+        for replica in self.replicas:
+            replica.close()
+        if self._fleet is not None:
+            await self._fleet.stop()
+
+    def _route(self, request: AddRequest) -> Route:
+        living = [replica.number for replica in self.living]
+        if not living:
+            assert self.dead is not None
+            raise self.dead
+        params = request.params
+        output = params.n * min(params.max_tokens or TYPICAL_OUTPUT, TYPICAL_OUTPUT)
+        return self._router.route(living, request.prompt_token_ids, request.cache_salt, output)
 
     def _abort(self, request_id: str) -> None:
         """End a request that nobody waits for any more; nothing happens if it has ended."""
@@ -283,39 +327,27 @@ class AsyncLLM:
         if flight is None:
             return
         self._outputs.abort(request_id)
-        if self.dead is None:
-            self._core.send(AbortRequests([request_id]))
-        self._tell_end(flight, "error" if self.dead else "abort")
+        flight.replica.send(AbortRequests([request_id]))
+        self._tell_end(flight, "error" if flight.replica.dead else "abort")
 
     def _load_tokenizer(self, folder: Path) -> Tokenizer:
         if self.config.tokenizer is None:
             return Tokenizer.load(folder)
         return Tokenizer.load(model_files.resolve_model(self.config.tokenizer), folder)
 
-    async def _read(self) -> None:
-        """Hand the core's news to those who wait."""
+    async def _read(self, replica: Replica) -> None:
+        """Hand an engine's news to those who wait."""
         try:
-            async for message in self._core.news():
-                if isinstance(message, CommandDone):
-                    self._answer(message)
-                    continue
-                self.stats = message.stats
-                self.metrics.step(message.stats)
-                self._pool_watch.take(message.pool)
+            async for outputs in replica.news():
                 now = time.time()
-                for news in message.outputs:
+                for news in outputs:
                     self._take(news, now)
         except EngineDeadError as error:
             log.error("%s", error.message)
-            self._die(error)
+            self._die(replica, error)
         except Exception as error:
             log.exception("reading the engine's outputs failed")
-            self._die(EngineDeadError(f"reading the engine's outputs failed: {error}"))
-
-    def _answer(self, done: CommandDone) -> None:
-        waiting = self._commands.get(done.number)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(done)
+            self._die(replica, EngineDeadError(f"reading the engine's outputs failed: {error}"))
 
     def _take(self, news: SequenceOutput, now: float) -> None:
         flight = self._flights.get(news.request_id)
@@ -330,15 +362,17 @@ class AsyncLLM:
         except Exception:  # say, a tokenizer that fails on these tokens: no reason to end the rest
             log.exception("reading the output of request %s failed", news.request_id)
             self._outputs.abort(news.request_id)
-            self._core.send(AbortRequests([news.request_id]))
+            flight.replica.send(AbortRequests([news.request_id]))
             self._end(news.request_id, "error")
             flight.queue.put_nowait(RequestFailedError("reading the output failed", 500))
             return
         if output is None:
             return
         if tell is not None:
-            self._core.send(tell)
-        self.metrics.tokens(flight.times, news, now)
+            flight.replica.send(tell)
+        if flight.times.first_token is None:
+            self._router.prompt_done(flight.route)
+        flight.replica.metrics.tokens(flight.times, news, now)
         if output.finished:
             choice = output.outputs[0 if flight.delta else news.index]
             self._end(news.request_id, choice.finish_reason or "stop")
@@ -349,22 +383,15 @@ class AsyncLLM:
         self._tell_end(self._flights.pop(request_id), reason)
 
     def _tell_end(self, flight: _Flight, reason: str) -> None:
-        self.metrics.finish(flight.times, reason)
+        self._router.end(flight.route)
+        flight.replica.metrics.finish(flight.times, reason)
         for tell in flight.tell_end:
             tell(reason)
 
-    def _die(self, error: EngineDeadError) -> None:
-        self.dead = error
-        self._died.set()
+    def _die(self, replica: Replica, error: EngineDeadError) -> None:
+        replica.die(error)
         for flight in self._flights.values():
-            flight.queue.put_nowait(error)
-        for waiting in self._commands.values():
-            if not waiting.done():
-                waiting.set_exception(error)
-
-    async def _log_load(self) -> None:
-        while True:
-            await asyncio.sleep(STATS_SECONDS)
-            line = self.metrics.load_line(self.stats, STATS_SECONDS)
-            if line is not None:
-                log.info("%s", line)
+            if flight.replica is replica:
+                flight.queue.put_nowait(error)
+        if not self.living:
+            self._died.set()

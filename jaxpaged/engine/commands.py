@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import jax
-import platformdirs
 
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.engine.messages import Command, CommandDone
@@ -20,7 +19,9 @@ def run_command(command: Command, scheduler: Scheduler) -> CommandDone:
                 if not scheduler.reset_prefix_cache():
                     done.error = "prefix caching is off (--no-enable-prefix-caching)"
             case "start_profile":
-                done.result = _start_profile(command.argument)
+                Path(command.argument).mkdir(parents=True, exist_ok=True)
+                jax.profiler.start_trace(command.argument)
+                done.result = command.argument
             case "stop_profile":
                 jax.profiler.stop_trace()
             case other:
@@ -28,10 +29,3 @@ def run_command(command: Command, scheduler: Scheduler) -> CommandDone:
     except (RuntimeError, OSError) as error:  # a profile runs already, none runs, no room
         done.error = str(error).splitlines()[0]
     return done
-
-
-def _start_profile(folder: str | None) -> str:
-    path = Path(folder or Path(platformdirs.user_cache_dir("jaxpaged")) / "profiles")
-    path.mkdir(parents=True, exist_ok=True)
-    jax.profiler.start_trace(path)
-    return str(path)

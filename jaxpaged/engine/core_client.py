@@ -1,19 +1,14 @@
-"""The engine core's process as the server sees it: start it, send, receive, notice its death."""
+"""An engine core as a front end sees it: the two ZeroMQ sockets that lead to its process."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import shutil
-import sys
-import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from jaxpaged.config import EngineConfig
 from jaxpaged.engine.errors import EngineDeadError, EngineStartError
 from jaxpaged.engine.messages import (
     CommandDone,
@@ -21,59 +16,57 @@ from jaxpaged.engine.messages import (
     EngineDead,
     EngineInfo,
     FrontMessage,
-    Shutdown,
     StepOutputs,
 )
 
-log = logging.getLogger(__name__)
 
-CORE_COMMAND = (sys.executable, "-m", "jaxpaged.engine.core_process")
-LAST_WORDS_SECONDS = 0.5  # a message sent just before the end may arrive after it
-STOP_SECONDS = 10.0  # until a core that does not end is killed
+@dataclass(frozen=True)
+class FrontEnd:
+    """One of the processes that send requests to the cores.
+
+    Its requests and commands end in a number of its own: `index`, `index + count`, and so on. So
+    each core knows whom an answer is for.
+
+    Args:
+        folder: where the sockets are.
+        index: which of `count` front ends.
+        num_engines: cores that all of them share.
+    """
+
+    folder: str
+    index: int
+    count: int
+    num_engines: int
+
+    @property
+    def metrics_folder(self) -> str:
+        """Where the front ends of one service keep the values of their metrics."""
+        return f"{self.folder}/metrics"
+
+    def to_core(self, engine: int) -> str:
+        """Address of what a core reads."""
+        return f"ipc://{self.folder}/core-{engine}"
+
+    def from_core(self, engine: int) -> str:
+        """Address of what this front end reads from a core."""
+        return f"ipc://{self.folder}/front-{self.index}-core-{engine}"
 
 
 class CoreClient:
-    """One core process and the two ZeroMQ sockets to it.
+    """A front end's sockets to one core. Who reads binds: what is sent early is not lost."""
 
-    Args:
-        command: program and arguments; `--input` and `--output` with the addresses follow.
-    """
-
-    def __init__(self, command: Sequence[str] = CORE_COMMAND) -> None:
-        self._command = command
+    def __init__(self, front_end: FrontEnd, engine: int) -> None:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(CoreMessage)
-        self._process: asyncio.subprocess.Process | None = None
-
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
-
-    async def launch(self, config: EngineConfig) -> None:
-        """Start the process and hand it its settings; `wait_ready` tells when it is ready."""
-        self._folder = tempfile.mkdtemp(prefix="jaxpaged-")
         self._context = zmq.Context()
         # Sending never waits: a plain socket needs no future for each message.
         self._sink = self._context.socket(zmq.PUSH)
         self._source = zmq.asyncio.Socket(self._context, zmq.PULL)
-        addresses: list[str] = []
-        sockets: dict[str, zmq.Socket] = {"input": self._sink, "output": self._source}
-        for name, socket in sockets.items():
+        for socket in (self._sink, self._source):
             socket.set_hwm(0)
             socket.setsockopt(zmq.LINGER, 0)
-            addresses += [f"--{name}", f"ipc://{self._folder}/{name}"]
-            socket.bind(addresses[-1])
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command, *addresses, stdin=asyncio.subprocess.PIPE
-        )
-        self._exit = asyncio.create_task(self._wait_exit())
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(self._encoder.encode(config))
-            await self._process.stdin.drain()
-        except ConnectionError:
-            log.debug("the engine's process ended at once; its exit status says more")
-        self._process.stdin.close()
+        self._source.bind(front_end.from_core(engine))
+        self._sink.connect(front_end.to_core(engine))
 
     async def wait_ready(self) -> EngineInfo:
         """What the core settled on.
@@ -90,11 +83,8 @@ class CoreClient:
         return message
 
     def send(self, message: FrontMessage) -> None:
-        """Send without waiting; nothing happens if the core is gone."""
-        try:
-            self._sink.send(self._encoder.encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            log.debug("the engine is gone: %s is lost", type(message).__name__)
+        """Send without waiting."""
+        self._sink.send(self._encoder.encode(message))
 
     async def news(self) -> AsyncIterator[StepOutputs | CommandDone]:
         """What each step brings and what became of commands, without end.
@@ -107,59 +97,14 @@ class CoreClient:
             if not isinstance(message, EngineInfo):
                 yield message
 
-    async def stop(self) -> None:
-        """End the process, by force if it does not end itself, and close the sockets."""
-        if self._process is None:
-            return
-        if self._process.returncode is None:
-            self.send(Shutdown())
-            try:
-                await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
-            except TimeoutError:
-                log.warning("the engine's process does not end: killing it")
-                self._kill()
-        await self._process.wait()
-        self._close()
-
-    async def kill(self) -> None:
-        """End the process at once, for a start that was given up."""
-        if self._process is None:
-            return
-        self._kill()
-        await self._process.wait()
-        self._close()
-
-    def _kill(self) -> None:
-        assert self._process is not None
-        try:
-            self._process.kill()
-        except ProcessLookupError:
-            log.debug("the engine's process ended by itself")
-
-    def _close(self) -> None:
-        self._exit.cancel()
+    def close(self) -> None:
+        """Close the sockets; what was not sent is lost."""
         self._source.close()
         self._sink.close()
         self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._process = None
-
-    async def _wait_exit(self) -> None:
-        """Ends some time after the process, when its last words have arrived."""
-        assert self._process is not None
-        await self._process.wait()
-        await asyncio.sleep(LAST_WORDS_SECONDS)
 
     async def _receive(self) -> StepOutputs | CommandDone | EngineInfo:
-        received = asyncio.ensure_future(self._source.recv())
-        if not received.done():
-            await asyncio.wait({received, self._exit}, return_when=asyncio.FIRST_COMPLETED)
-        if not received.done():
-            received.cancel()
-            assert self._process is not None
-            code = self._process.returncode
-            raise EngineDeadError(f"the engine's process ended unexpectedly (exit status {code})")
-        message = self._decoder.decode(received.result())
+        message = self._decoder.decode(await self._source.recv())
         if isinstance(message, EngineDead):
             raise EngineDeadError(message.message)
         return message

@@ -1,8 +1,8 @@
 """The engine core as a process of its own: `python -m jaxpaged.engine.core_process`.
 
 Reads its settings from standard input, takes `FrontMessage`s from one ZeroMQ socket and sends
-`CoreMessage`s to another. JSON, templates and tokenizers run elsewhere, so they never hold up a
-step. Ends with 0 on `Shutdown`, with 1 after it told why in `EngineDead`.
+`CoreMessage`s to one socket for each front end. JSON, templates and tokenizers run elsewhere, so
+they never hold up a step. Ends with 0 on `Shutdown`, with 1 after it told why in `EngineDead`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -29,9 +30,11 @@ from jaxpaged.engine.messages import (
     FinishSequence,
     FrontMessage,
     PoolSnapshot,
+    SequenceOutput,
     Shutdown,
     StepOutputs,
 )
+from jaxpaged.error_log import log_to_stderr
 
 if TYPE_CHECKING:
     from jaxpaged.engine.engine_core import EngineCore
@@ -39,27 +42,33 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 IDLE_POLL_MS = 1000  # how often an idle core looks whether its parent still lives
+LAST_WORDS_MS = 30_000  # most that the end waits for a front end to hear the reason
 PICTURE_SHARE = 0.01  # most of a busy loop's time that pictures of the pool should take
 PICTURE_SECONDS = 1.0  # most between two of them, if they are wanted
 
 
 class CoreServer:
-    """Moves messages between the sockets and an `EngineCore`."""
+    """Moves messages between the sockets and an `EngineCore`.
 
-    def __init__(self, core: EngineCore, source: zmq.Socket, sink: zmq.Socket, parent: int) -> None:
-        self._core, self._source, self._sink = core, source, sink
+    Args:
+        sinks: one for each front end.
+        parent: the process without which this one ends.
+    """
+
+    def __init__(
+        self, core: EngineCore, source: zmq.Socket, sinks: Sequence[zmq.Socket], parent: int
+    ) -> None:
+        self._core, self._source, self._sinks = core, source, sinks
         self._decoder = msgspec.msgpack.Decoder(FrontMessage)
         self._encoder = msgspec.msgpack.Encoder()
         self._parent = parent
         self._pool_asked = False
         self._next_picture = 0.0  # not before; time.perf_counter()
 
-    def send(self, message: CoreMessage) -> None:
-        self._sink.send(self._encoder.encode(message))
-
     def run(self) -> None:
         """Serve until `Shutdown` or the parent's death."""
-        self.send(self._core.info)
+        for sink in self._sinks:
+            self._send(sink, self._core.info)
         while os.getppid() == self._parent:
             heard = False
             while self._source.poll(0 if self._core.has_work or heard else IDLE_POLL_MS):
@@ -69,12 +78,22 @@ class CoreServer:
                 self._handle(message)
                 heard = True
             if self._core.has_work:
-                outputs = self._core.step()
-                self.send(StepOutputs(outputs, self._core.stats(), self._picture()))
+                self._tell(self._core.step())
             elif heard:
                 self._next_picture = 0.0  # nothing is held up
-                self.send(StepOutputs([], self._core.stats(), self._picture()))
+                self._tell([])
         log.error("the server process is gone: ending")
+
+    def _send(self, sink: zmq.Socket, message: CoreMessage) -> None:
+        sink.send(self._encoder.encode(message))
+
+    def _tell(self, outputs: list[SequenceOutput]) -> None:
+        """To each front end what is its own, and the state to all."""
+        stats, picture = self._core.stats(), self._picture()
+        count = len(self._sinks)
+        shares = [outputs] if count == 1 else _shares(outputs, count)
+        for sink, share in zip(self._sinks, shares, strict=True):
+            self._send(sink, StepOutputs(share, stats, picture))
 
     def _handle(self, message: FrontMessage) -> None:
         match message:
@@ -86,7 +105,8 @@ class CoreServer:
             case FinishSequence():
                 self._core.finish(message.request_id, message.index, message.num_tokens)
             case Command():
-                self.send(self._core.command(message))
+                sink = self._sinks[message.number % len(self._sinks)]
+                self._send(sink, self._core.command(message))
             case AskPool():
                 self._pool_asked = True
 
@@ -102,8 +122,17 @@ class CoreServer:
         return picture
 
 
-def _connect(context: zmq.Context, kind: int, address: str) -> zmq.Socket:
-    socket = context.socket(kind)
+def _shares(outputs: list[SequenceOutput], count: int) -> list[list[SequenceOutput]]:
+    """The outputs for each of `count` front ends; the number behind a request's id tells whose."""
+    shares: list[list[SequenceOutput]] = [[] for _ in range(count)]
+    for output in outputs:
+        number = int(output.request_id.rpartition("-")[2])
+        shares[number % count].append(output)
+    return shares
+
+
+def _connect(context: zmq.Context, address: str) -> zmq.Socket:
+    socket = context.socket(zmq.PUSH)
     socket.set_hwm(0)
     socket.connect(address)
     return socket
@@ -113,31 +142,36 @@ def main() -> int:
     """Run an engine core until it is told to stop; the exit status."""
     began, parent = time.perf_counter(), os.getppid()
     parser = argparse.ArgumentParser(description="jaxpaged's engine core (started by the server)")
-    parser.add_argument("--input", required=True, help="ZeroMQ address to take messages from")
-    parser.add_argument("--output", required=True, help="ZeroMQ address to send messages to")
-    args = parser.parse_args()
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    parser.add_argument("--replica", type=int, default=0, help="which of several engines it is")
+    parser.add_argument("--input", required=True, help="ZeroMQ address to read messages at")
+    parser.add_argument(
+        "--output", required=True, nargs="+", help="ZeroMQ address of each front end"
     )
+    args = parser.parse_args()
+    config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    several = config.data_parallel_size > 1
+    log_to_stderr("info", f"engine {args.replica}" if several else "")
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # tells what it lacks
     # Ctrl-C and a service manager reach the whole group: when to end, the server decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
-
     context = zmq.Context()
-    source = _connect(context, zmq.PULL, args.input)
-    sink = _connect(context, zmq.PUSH, args.output)
+    source = context.socket(zmq.PULL)
+    source.set_hwm(0)
+    source.bind(args.input)
+    sinks = [_connect(context, address) for address in args.output]
     try:
-        CoreServer(_start(config, began), source, sink, parent).run()
+        CoreServer(_start(config, args.replica, began), source, sinks, parent).run()
+        context.destroy(linger=0)  # nobody listens any more
         return 0
     except StartupError as error:
         reason = str(error)
     except BaseException as error:
         log.exception("the engine core failed")
         reason = f"the engine core failed: {type(error).__name__}: {error}".splitlines()[0]
-    sink.send(msgspec.msgpack.encode(EngineDead(reason)))
-    sink.close(linger=5000)
+    for sink in sinks:
+        sink.send(msgspec.msgpack.encode(EngineDead(reason)))
+        sink.close(linger=LAST_WORDS_MS)
     return 1
 
 
@@ -145,7 +179,7 @@ class StartupError(Exception):
     """Settings, model or memory do not fit together: one line that says what to change."""
 
 
-def _start(config: EngineConfig, began: float) -> EngineCore:
+def _start(config: EngineConfig, replica: int, began: float) -> EngineCore:
     # Imported here: the share of GPU memory must be settled before JAX starts its backend, and
     # the time that the import takes is reported.
     from jaxpaged.engine.engine_core import EngineCore
@@ -154,7 +188,7 @@ def _start(config: EngineConfig, began: float) -> EngineCore:
     claim_gpu_memory(config.gpu_memory_utilization)
     imported = time.perf_counter() - began
     try:
-        return EngineCore(config, serving=True, import_seconds=imported)
+        return EngineCore(config, serving=True, replica=replica, import_seconds=imported)
     except (ValueError, OSError) as error:
         raise StartupError(str(error)) from error
 

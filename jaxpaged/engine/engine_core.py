@@ -44,10 +44,21 @@ COMPILE_POLL_SECONDS = 0.01  # how long an idle engine waits for a grammar befor
 
 
 class EngineCore:
-    """One model on one mesh. Not thread-safe: one thread adds, steps and aborts."""
+    """One model on one mesh. Not thread-safe: one thread adds, steps and aborts.
+
+    Args:
+        serving: the defaults of a server.
+        replica: which of several engines of equal settings; each draws other seeds.
+        import_seconds: what the start took so far.
+    """
 
     def __init__(
-        self, config: EngineConfig, *, serving: bool = False, import_seconds: float = 0.0
+        self,
+        config: EngineConfig,
+        *,
+        serving: bool = False,
+        replica: int = 0,
+        import_seconds: float = 0.0,
     ) -> None:
         begin = time.perf_counter()
         self._grammars = Grammars(functools.partial(tokenizer_file, config))
@@ -59,7 +70,7 @@ class EngineCore:
         plan = self._runner.plan
         self._overlap = config.async_scheduling
         self._scheduler = Scheduler(plan.scheduler_config(config))
-        self._seed, self._seeds_drawn = config.seed, itertools.count()
+        self._seed, self._seeds_drawn = config.seed, itertools.count(replica << 48)
         self._pending: InFlight | None = None  # dispatched, not yet collected
         self._outputs: list[SequenceOutput] = []  # news for the front end
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}

@@ -46,6 +46,11 @@ class LLM:
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         self.config = EngineConfig(model=model, **settings)
+        if self.config.data_parallel_size > 1:
+            raise ValueError(
+                "an LLM is one engine in this process: data_parallel_size "
+                f"{self.config.data_parallel_size} needs `jaxpaged serve` or AsyncLLM"
+            )
         if xla_bridge.backends_are_initialized():
             log.info("the JAX backend runs already: its own memory limit holds")
         else:

@@ -1,7 +1,8 @@
 """What the front end and the engine core say to each other.
 
 Plain msgspec structs: the in-process `LLM` hands them over as they are, a served engine sends
-them through a local socket. Neither jax nor a tokenizer is needed to read them.
+them through a local socket. Neither jax nor a tokenizer is needed to read them. Where several front
+ends share a core, the number of a command, and the one behind a request's id, tell whose it is.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Command(msgspec.Struct, tag=True):
 
     number: int
     name: str  # reset_prefix_cache, start_profile or stop_profile
-    argument: str | None = None  # of start_profile: the folder
+    argument: str = ""  # of start_profile: the folder
 
 
 class AskPool(msgspec.Struct, tag=True):
@@ -155,7 +156,7 @@ class CommandDone(msgspec.Struct, tag=True):
     """What became of a `Command`."""
 
     number: int
-    result: str | None = None  # of the profile commands: the folder
+    result: str | None = None  # of start_profile: the folder
     error: str | None = None
 
 

@@ -1,8 +1,11 @@
-"""Prometheus metrics of an engine, by vLLM's names after the prefix."""
+"""Prometheus metrics of the engines, by vLLM's names after the prefix."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -12,6 +15,7 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from jaxpaged.engine.messages import AddRequest, EngineInfo, EngineStats, SequenceOutput
 
@@ -37,13 +41,21 @@ RATIO_BUCKETS = tuple(tenth / 10 for tenth in range(11))
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 
 
+TOTALS = {  # series and the field of Totals that they add to
+    "prompt_tokens_total": "prompt_tokens",
+    "generation_tokens_total": "generation_tokens",
+    "time_to_first_token_seconds_count": "first_tokens",
+    "time_to_first_token_seconds_sum": "first_token_seconds",
+}
+
+
 @dataclass(kw_only=True)
 class Totals:
     """Sums since the start, for those who compute rates themselves."""
 
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    first_tokens: int = 0
+    prompt_tokens: float = 0
+    generation_tokens: float = 0
+    first_tokens: float = 0
     first_token_seconds: float = 0.0  # arrival to first token, over all of them
 
 
@@ -87,73 +99,129 @@ class Phases:
     e2e: float  # arrival to the last token
 
 
-class Metrics:
-    """The series of one engine, in a registry of their own.
+class MetricsRegistry:
+    """Every series of a server. A family is made once; each engine has a series of it.
 
     Args:
-        info: what the engine settled on.
         model_name: value of the label of that name.
         prefix: what each name begins with, before the colon.
+        folder: where several server processes keep their values, so that each can tell the sum of
+            all (prometheus_client's multiprocess mode: PROMETHEUS_MULTIPROC_DIR names it, too);
+            None: there is one process.
     """
 
-    def __init__(self, info: EngineInfo, model_name: str, prefix: str) -> None:
+    def __init__(self, model_name: str, prefix: str, folder: str | None = None) -> None:
         disable_created_metrics()  # a second series beside each counter, which no board shows
-        self._registry = CollectorRegistry()
-        self._prefix, self._labels = prefix, {"model_name": model_name, "engine": "0"}
-        self._last = self._logged = EngineStats()
-        self._num_pages = info.num_pages
-        self.totals, self._logged_totals = Totals(), Totals()
-
-        self._running = self._gauge("num_requests_running", "Requests that the engine computes.")
-        self._waiting = self._gauge("num_requests_waiting", "Requests in the queue.")
-        self._usage = self._gauge("kv_cache_usage_perc", "Share of the pages in use, 0 to 1.")
-        self._compilations = self._gauge(
-            "step_compilations", "Executables compiled after ready; must stay 0."
-        )
-        self._set_cache_config(info)
-
-        self._queries = self._counter("prefix_cache_queries", "Tokens looked up in the cache.")
-        self._hits = self._counter("prefix_cache_hits", "Tokens that the prefix cache served.")
-        self._preemptions = self._counter("num_preemptions", "Preempted sequences.")
-        self._prompt = self._counter("prompt_tokens", "Prompt tokens processed.")
-        self._cached = self._counter("prompt_tokens_cached", "Prompt tokens from the cache.")
-        self._generated = self._counter("generation_tokens", "Tokens generated.")
-        success = Counter(
-            f"{prefix}:request_success",
-            "Finished requests.",
-            [*self._labels, "finished_reason"],
-            registry=self._registry,
-        )
-        self._finished = {
-            reason: success.labels(**self._labels, finished_reason=reason)
-            for reason in FINISHED_REASONS
-        }
-
-        self._ttft = self._histogram("time_to_first_token_seconds", TTFT_BUCKETS)
-        self._itl = self._histogram("inter_token_latency_seconds", ITL_BUCKETS)
-        self._per_token = self._histogram("request_time_per_output_token_seconds", ITL_BUCKETS)
-        self._e2e = self._histogram("e2e_request_latency_seconds", LATENCY_BUCKETS)
-        self._phases = {
-            phase: self._histogram(f"request_{phase}_time_seconds", LATENCY_BUCKETS)
-            for phase in ("queue", "inference", "prefill", "decode")
-        }
-        lengths = _lengths(info.max_model_len)
-        self._prompt_len = self._histogram("request_prompt_tokens", lengths)
-        self._output_len = self._histogram("request_generation_tokens", lengths)
-        self._max_tokens = self._histogram("request_params_max_tokens", lengths)
-        self._n = self._histogram("request_params_n", CHOICES_BUCKETS)
-        self._iteration = self._histogram("iteration_tokens_total", ITERATION_BUCKETS)
-        self._padding = self._histogram("step_bucket_padding_ratio", RATIO_BUCKETS)
-        self._host_gap = self._histogram("host_gap_seconds", STEP_BUCKETS)
-        self._device_step = self._histogram("device_step_seconds", STEP_BUCKETS)
+        self._prefix, self._model_name = prefix, model_name
+        self._own = self._shown = CollectorRegistry()
+        if folder is not None:
+            self._shown = CollectorRegistry()
+            MultiProcessCollector(self._shown, folder)
+        self._families: dict[str, Gauge | Counter | Histogram] = {}
 
     def text(self) -> bytes:
         """All series in Prometheus' text format."""
-        return generate_latest(self._registry)
+        return generate_latest(self._shown)
 
-    def step(self, stats: EngineStats) -> None:
-        """Take the state after a step."""
+    def totals(self) -> Totals:
+        """Sums over all engines, and over all server processes."""
+        totals = Totals()
+        names = {f"{self._prefix}:{name}": field for name, field in TOTALS.items()}
+        for family in self._shown.collect():
+            for sample in family.samples:
+                if sample.name in names:
+                    field = names[sample.name]
+                    setattr(totals, field, getattr(totals, field) + sample.value)
+        return totals
+
+    def gauge(self, name: str, help: str, engine: int, **labels: str) -> Gauge:
+        """The engine's series of a gauge; of several processes, the one that set it last counts."""
+        make = functools.partial(Gauge, multiprocess_mode="mostrecent")
+        return self._series(make, name, help, engine, labels)
+
+    def counter(self, name: str, help: str, engine: int, **labels: str) -> Counter:
+        """The engine's series of a counter."""
+        return self._series(Counter, name, help, engine, labels)
+
+    def histogram(self, name: str, buckets: Sequence[float], engine: int) -> Histogram:
+        """The engine's series of a histogram."""
+        make = functools.partial(Histogram, buckets=buckets)
+        return self._series(make, name, f"Histogram of {name.replace('_', ' ')}.", engine, {})
+
+    def _series(
+        self, make: Callable[..., Any], name: str, help: str, engine: int, labels: dict[str, str]
+    ) -> Any:
+        values = {"model_name": self._model_name, "engine": str(engine), **labels}
+        if name not in self._families:
+            self._families[name] = make(
+                f"{self._prefix}:{name}", help, list(values), registry=self._own
+            )
+        return self._families[name].labels(**values)
+
+
+class Metrics:
+    """The series of one engine.
+
+    Args:
+        registry: where they are shown.
+        info: what the engine settled on.
+        engine: its number.
+    """
+
+    def __init__(self, registry: MetricsRegistry, info: EngineInfo, engine: int = 0) -> None:
+        gauge = functools.partial(registry.gauge, engine=engine)
+        counter = functools.partial(registry.counter, engine=engine)
+        histogram = functools.partial(registry.histogram, engine=engine)
+        self._last = EngineStats()
+
+        self._up = gauge("engine_up", "1 while the engine lives, 0 after.")
+        self._running = gauge("num_requests_running", "Requests that the engine computes.")
+        self._waiting = gauge("num_requests_waiting", "Requests in the queue.")
+        self._usage = gauge("kv_cache_usage_perc", "Share of the pages in use, 0 to 1.")
+        self._compilations = gauge(
+            "step_compilations", "Executables compiled after ready; must stay 0."
+        )
+        gauge(
+            "cache_config_info",
+            "The KV cache's settings, as labels.",
+            block_size=str(info.page_size),
+            num_gpu_blocks=str(info.num_pages),
+            cache_dtype=info.dtype,
+        ).set(1)
+
+        self._queries = counter("prefix_cache_queries", "Tokens looked up in the cache.")
+        self._hits = counter("prefix_cache_hits", "Tokens that the prefix cache served.")
+        self._preemptions = counter("num_preemptions", "Preempted sequences.")
+        self._prompt = counter("prompt_tokens", "Prompt tokens processed.")
+        self._cached = counter("prompt_tokens_cached", "Prompt tokens from the cache.")
+        self._generated = counter("generation_tokens", "Tokens generated.")
+        self._finished = {
+            reason: counter("request_success", "Finished requests.", finished_reason=reason)
+            for reason in FINISHED_REASONS
+        }
+
+        self._ttft = histogram("time_to_first_token_seconds", TTFT_BUCKETS)
+        self._itl = histogram("inter_token_latency_seconds", ITL_BUCKETS)
+        self._per_token = histogram("request_time_per_output_token_seconds", ITL_BUCKETS)
+        self._e2e = histogram("e2e_request_latency_seconds", LATENCY_BUCKETS)
+        self._phases = {
+            phase: histogram(f"request_{phase}_time_seconds", LATENCY_BUCKETS)
+            for phase in ("queue", "inference", "prefill", "decode")
+        }
+        lengths = _lengths(info.max_model_len)
+        self._prompt_len = histogram("request_prompt_tokens", lengths)
+        self._output_len = histogram("request_generation_tokens", lengths)
+        self._max_tokens = histogram("request_params_max_tokens", lengths)
+        self._n = histogram("request_params_n", CHOICES_BUCKETS)
+        self._iteration = histogram("iteration_tokens_total", ITERATION_BUCKETS)
+        self._padding = histogram("step_bucket_padding_ratio", RATIO_BUCKETS)
+        self._host_gap = histogram("host_gap_seconds", STEP_BUCKETS)
+        self._device_step = histogram("device_step_seconds", STEP_BUCKETS)
+
+    def step(self, stats: EngineStats, *, alive: bool = True) -> None:
+        """Take the state after a step, or at the engine's death."""
         last, self._last = self._last, stats
+        self._up.set(alive)
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         self._usage.set(stats.kv_cache_usage)
@@ -179,9 +247,6 @@ class Metrics:
             wait = now - times.request.arrival_time
             if news.token_ids:  # an embedding has none
                 self._ttft.observe(wait)
-                self.totals.first_tokens += 1
-                self.totals.first_token_seconds += wait
-            self.totals.prompt_tokens += prompt_len
             self._prompt.inc(prompt_len)
             times.num_cached = news.num_cached_tokens
             self._cached.inc(news.num_cached_tokens)
@@ -191,7 +256,6 @@ class Metrics:
         generated = 0 if times.request.prompt_only else len(news.token_ids)
         times.num_generated += generated
         self._generated.inc(generated)
-        self.totals.generation_tokens += generated
 
     def finish(self, times: RequestTimes, reason: str) -> None:
         """Take the end of a request; `reason`: one of FINISHED_REASONS."""
@@ -210,56 +274,6 @@ class Metrics:
         steps = times.num_generated / request.params.n - 1
         if steps > 0:
             self._per_token.observe(phases.decode / steps)
-
-    def load_line(self, stats: EngineStats, seconds: float) -> str | None:
-        """A line for the log about the last `seconds`; None if nothing happened."""
-        before, self._logged = self._logged, stats
-        sums, self._logged_totals = self._logged_totals, replace(self.totals)
-        prompt = self.totals.prompt_tokens - sums.prompt_tokens
-        generated = self.totals.generation_tokens - sums.generation_tokens
-        if not (prompt or generated or stats.num_running or stats.num_waiting):
-            return None
-        looked_up = stats.prefix_cache_queries - before.prefix_cache_queries
-        hits = (stats.prefix_cache_hits - before.prefix_cache_hits) / max(1, looked_up)
-        used = round(stats.kv_cache_usage * self._num_pages)
-        return (
-            f"running {stats.num_running}, waiting {stats.num_waiting}, pages {used} of "
-            f"{self._num_pages} used ({stats.kv_cache_usage:.1%}), prefix cache hits {hits:.1%}, "
-            f"preemptions {stats.num_preemptions - before.num_preemptions}, prompt "
-            f"{prompt / seconds:.1f} tokens/s, generation {generated / seconds:.1f} tokens/s"
-        )
-
-    def _set_cache_config(self, info: EngineInfo) -> None:
-        values = {
-            "block_size": str(info.page_size),
-            "num_gpu_blocks": str(info.num_pages),
-            "cache_dtype": info.dtype,
-        }
-        gauge = Gauge(
-            f"{self._prefix}:cache_config_info",
-            "The KV cache's settings, as labels.",
-            [*self._labels, *values],
-            registry=self._registry,
-        )
-        gauge.labels(**self._labels, **values).set(1)
-
-    def _gauge(self, name: str, help: str) -> Gauge:
-        gauge = Gauge(f"{self._prefix}:{name}", help, [*self._labels], registry=self._registry)
-        return gauge.labels(**self._labels)
-
-    def _counter(self, name: str, help: str) -> Counter:
-        counter = Counter(f"{self._prefix}:{name}", help, [*self._labels], registry=self._registry)
-        return counter.labels(**self._labels)
-
-    def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(
-            f"{self._prefix}:{name}",
-            f"Histogram of {name.replace('_', ' ')}.",
-            [*self._labels],
-            buckets=buckets,
-            registry=self._registry,
-        )
-        return histogram.labels(**self._labels)
 
 
 def _lengths(longest: int) -> tuple[float, ...]:

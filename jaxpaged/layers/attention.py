@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxpaged.arrays.kv_pages import KVPages
 from jaxpaged.arrays.step_batch import StepBatch
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention_prefill_mosaic import paged_attention_prefill_mosaic
 from pallas_kernels.paged_attention_triton import paged_attention_triton
-from pallas_kernels.rope_write import rope_write, rope_write_reference
+from pallas_kernels.rope_write import Written, rope_write, rope_write_reference
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,9 @@ def _any(case: AttentionCase) -> bool:
 
 
 def _triton(case: AttentionCase) -> bool:
-    on_gpu = case.platform == "gpu" and case.compute_capability >= 8
+    # Triton knows this type from compute capability 8.9 on.
+    needed = 8.9 if case.kv_dtype == jnp.float8_e4m3fn else 8
+    on_gpu = case.platform == "gpu" and case.compute_capability >= needed
     return on_gpu and case.queries_per_kv_head <= 16 and case.head_dim <= 256
 
 
@@ -59,7 +62,7 @@ class AttentionBackend:
     """Implementations with the signatures of `rope_write_reference` and `paged_attention`."""
 
     serves: Callable[[AttentionCase], bool]
-    write: Callable[..., tuple[jax.Array, jax.Array]]
+    write: Callable[..., Written]
     attend: Callable[..., jax.Array]
 
 
@@ -112,7 +115,8 @@ def write_places(batch: StepBatch, group: int, page_size: int) -> WritePlaces:
 
 def attend(
     qkv_TKXH: jax.Array,
-    pages_P2KSH: jax.Array,
+    pages: KVPages,
+    layer_scales_2K: jax.Array | None,
     scales: tuple[jax.Array, jax.Array] | None,
     rope: tuple[jax.Array, jax.Array],
     batch: StepBatch,
@@ -125,12 +129,13 @@ def attend(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, KVPages]:
     """Causal self-attention of one layer over its KV group's pages.
 
     Args:
         qkv_TKXH: each KV head's G queries, its key and its value (X = G + 2).
-        pages_P2KSH: this layer's array of the pool.
+        pages: this layer's array of the pool.
+        layer_scales_2K: of its keys and values, where pages of this dtype have such.
         scales: of the queries' and of the keys' norm; None: the model has none.
         rope: cos and sin tables of the tokens' positions.
         batch: the step.
@@ -144,19 +149,20 @@ def attend(
         [T, K * G, H] attention output (0 for padding) and the pages, updated in place if donated.
     """
     ops = BACKENDS[backend]
-    q_TNH, pages_P2KSH = ops.write(
+    q_TNH, values_P2KSH, page_scales = ops.write(
         qkv_TKXH,
         *rope,
-        pages_P2KSH,
+        pages.values_P2KSH,
         places.page_T,
         places.slot_T,
         scales,
+        page_scales=layer_scales_2K if pages.scale_P2KS is None else pages.scale_P2KS,
         eps=norm_eps,
         plus_one=norm_plus_one,
     )
     out_TNH = ops.attend(
         q_TNH,
-        pages_P2KSH,
+        values_P2KSH,
         batch.page_tables[group],
         query_start_B1=batch.query_start_B1,
         kv_len_B=batch.kv_len_B,
@@ -165,6 +171,7 @@ def attend(
         scale=scale,
         window=window,
         softcap=softcap,
+        page_scales=page_scales,
         decode_only=batch.decode_only,
     )
-    return out_TNH, pages_P2KSH
+    return out_TNH, KVPages(values_P2KSH, None if pages.scale_P2KS is None else page_scales)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxpaged.arrays.kv_pages import KVPagesSpec
+from jaxpaged.arrays.kv_pages import KVPages, KVPagesSpec
 from jaxpaged.arrays.step_batch import StepBatch
 from jaxpaged.layers.attention import WritePlaces, attend, write_places
 from jaxpaged.layers.embedding import Embedding
@@ -20,7 +20,7 @@ from jaxpaged.layers.linear import Linear
 from jaxpaged.layers.norm import RMSNorm
 from jaxpaged.layers.rope import rope_tables
 from jaxpaged.models.spec import LayerQuantization, ModelSpec
-from jaxpaged.parallel.sharding import split_attention
+from jaxpaged.parallel.sharding import LAYER_SCALES_AXES, split_attention
 from jaxpaged.quantization import Quantized, Scheme
 from pallas_kernels.rms_norm import Norm, Rows
 
@@ -36,6 +36,7 @@ class Attention(nn.Module):
     dtype: Any
     backend: str
     mesh: Mesh | None
+    scales_kv: bool
 
     def setup(self) -> None:
         s, quantized = self.spec, self.quantization
@@ -51,6 +52,10 @@ class Attention(nn.Module):
         if s.qk_norm:
             self.q_norm = RMSNorm(H, s.norm_eps, s.norm_plus_one, self.dtype)
             self.k_norm = RMSNorm(H, s.norm_eps, s.norm_plus_one, self.dtype)
+        self.kv_scale = None
+        if self.scales_kv:
+            ones = nn.with_logical_partitioning(nn.initializers.ones, LAYER_SCALES_AXES)
+            self.kv_scale = self.param("kv_scale", ones, (2, K), jnp.float32)
 
     def __call__(
         self,
@@ -59,10 +64,10 @@ class Attention(nn.Module):
         residual_TD: jax.Array | None,
         next_norm: Norm | None,
         rope: tuple[jax.Array, jax.Array],
-        pages: jax.Array,
+        pages: KVPages,
         batch: StepBatch,
         places: WritePlaces,
-    ) -> tuple[Rows, jax.Array]:
+    ) -> tuple[Rows, KVPages]:
         s = self.spec
         scales = (self.q_norm.scale, self.k_norm.scale) if s.qk_norm else None
         attend_heads: Callable[..., Any] = partial(
@@ -76,21 +81,22 @@ class Attention(nn.Module):
         if self.mesh is not None:
             attend_heads = split_attention(attend_heads, self.mesh)
         qkv_TKXH = self.qkv(rows, norm=norm.operands()).x
-        out_TNH, pages = attend_heads(qkv_TKXH, pages, scales, rope, batch, places)
+        out_TNH, pages = attend_heads(qkv_TKXH, pages, self.kv_scale, scales, rope, batch, places)
         return self.o(Rows(out_TNH), residual=residual_TD, next_norm=next_norm), pages
 
 
 def _attend_heads(
     qkv_TKXH: jax.Array,
-    pages: jax.Array,
+    pages: KVPages,
+    layer_scales_2K: jax.Array | None,
     scales: tuple[jax.Array, jax.Array] | None,
     rope: tuple[jax.Array, jax.Array],
     batch: StepBatch,
     places: WritePlaces,
     **options: Any,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, KVPages]:
     """Attention of one layer, whose KV group's page table is the only one in `batch`."""
-    return attend(qkv_TKXH, pages, scales, rope, batch, 0, places, **options)
+    return attend(qkv_TKXH, pages, layer_scales_2K, scales, rope, batch, 0, places, **options)
 
 
 class MLP(nn.Module):
@@ -137,12 +143,13 @@ class DecoderLayer(nn.Module):
     dtype: Any
     backend: str
     mesh: Mesh | None
+    scales_kv: bool
 
     def setup(self) -> None:
         s = self.spec
         norm = partial(RMSNorm, s.width, s.norm_eps, s.norm_plus_one, self.dtype)
         self.attention = Attention(
-            s, self.window, self.quantization, self.dtype, self.backend, self.mesh
+            s, self.window, self.quantization, self.dtype, self.backend, self.mesh, self.scales_kv
         )
         self.mlp = MLP(s, self.quantization, self.dtype, self.backend, self.mesh)
         self.attention_norm, self.mlp_norm = norm(), norm()
@@ -154,17 +161,17 @@ class DecoderLayer(nn.Module):
         rows: Rows,
         next_scale_D: jax.Array,
         rope: tuple[jax.Array, jax.Array],
-        pages: jax.Array,
+        pages: KVPages,
         batch: StepBatch,
         places: WritePlaces,
-    ) -> tuple[Rows, jax.Array]:
+    ) -> tuple[Rows, KVPages]:
         """Hidden states and pages after this layer.
 
         Args:
             rows: hidden states, [T, D].
             next_scale_D: of the norm that comes after this layer.
             rope: cos and sin tables of the layer's kind.
-            pages: [P, 2, K, S, H], this layer's array of the pool.
+            pages: this layer's array of the pool.
             batch: the step, with the page table of the layer's KV group alone, so that layers of
                 different groups are alike.
             places: where the step's tokens go in that group's pages.
@@ -218,7 +225,13 @@ class Decoder(nn.Module):
         self.embed = Embedding(s.vocab_rows, s.width, self.dtype)
         self.layers = [
             SharedDecoderLayer(
-                s, layer.window, layer.quantization, self.dtype, self.backend, self.mesh
+                s,
+                layer.window,
+                layer.quantization,
+                self.dtype,
+                self.backend,
+                self.mesh,
+                self.kv.has_layer_scales,
             )
             for layer in s.layers
         ]
@@ -227,14 +240,14 @@ class Decoder(nn.Module):
             self.lm_head = Embedding(s.vocab_rows, s.width, self.dtype)
 
     def forward(
-        self, batch: StepBatch, last_token: jax.Array, kv_pages: tuple[jax.Array, ...]
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        self, batch: StepBatch, last_token: jax.Array, kv_pages: tuple[KVPages, ...]
+    ) -> tuple[jax.Array, tuple[KVPages, ...]]:
         """Compute the step's tokens and write their keys and values.
 
         Args:
             batch: tokens, positions, page tables.
             last_token: i32[slots], for tokens that the batch names by slot.
-            kv_pages: arrays of [P, 2, K, S, H], written in place where they are donated.
+            kv_pages: arrays of the pool, written in place where they are donated.
 
         Returns:
             The hidden states of `batch.row_R` after the final norm [R, D], and the pages.
@@ -243,15 +256,15 @@ class Decoder(nn.Module):
         return self.final_norm(x_TD[batch.row_R]), pages
 
     def forward_all(
-        self, batch: StepBatch, last_token: jax.Array, kv_pages: tuple[jax.Array, ...]
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        self, batch: StepBatch, last_token: jax.Array, kv_pages: tuple[KVPages, ...]
+    ) -> tuple[jax.Array, tuple[KVPages, ...]]:
         """Like `forward`, but with the hidden states of every token [T, D]."""
         x_TD, pages = self._run_layers(batch, last_token, kv_pages)
         return self.final_norm(x_TD), pages
 
     def _run_layers(
-        self, batch: StepBatch, last_token: jax.Array, kv_pages: tuple[jax.Array, ...]
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        self, batch: StepBatch, last_token: jax.Array, kv_pages: tuple[KVPages, ...]
+    ) -> tuple[jax.Array, tuple[KVPages, ...]]:
         token_T = batch.token_T
         token_T = jnp.where(token_T < 0, last_token[-1 - token_T], token_T)
         x_TD = self.embed(token_T)
@@ -288,8 +301,8 @@ class Decoder(nn.Module):
         return logits_RV
 
     def __call__(
-        self, batch: StepBatch, last_token: jax.Array, kv_pages: tuple[jax.Array, ...]
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        self, batch: StepBatch, last_token: jax.Array, kv_pages: tuple[KVPages, ...]
+    ) -> tuple[jax.Array, tuple[KVPages, ...]]:
         """`forward` and `logits` in one: ([R, V], pages)."""
         hidden_RD, kv_pages = self.forward(batch, last_token, kv_pages)
         return self.logits(hidden_RD), kv_pages

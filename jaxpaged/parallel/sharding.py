@@ -14,7 +14,8 @@ from jaxpaged.parallel.mesh import MODEL
 # Axes not named here are whole on every device.
 RULES = {"kv_heads": MODEL, "ffn": MODEL, "vocab": MODEL}
 
-KV_PAGES_AXES = (None, None, "kv_heads", None, None)  # [P, 2, K, S, H]
+KV_PAGES_AXES = (None, None, "kv_heads")  # [P, 2, K, S, H], and scales [P, 2, K, S]
+LAYER_SCALES_AXES = (None, "kv_heads")  # [2, K]
 QKV_AXES = (None, "kv_heads", None, None)  # [T, K, X, H]
 HEADS_AXES = (None, "kv_heads", None)  # [T, N, H]: a KV head's queries lie together
 
@@ -47,7 +48,7 @@ def param_shardings(boxed_params: Any, mesh: Mesh) -> Any:
 
 
 def kv_pages_sharding(mesh: Mesh) -> NamedSharding:
-    """Of each [P, 2, K, S, H] array: a device holds the heads whose queries it computes."""
+    """Of each array of the pool: a device holds the heads whose queries it computes."""
     return NamedSharding(mesh, partition(KV_PAGES_AXES))
 
 
@@ -72,19 +73,20 @@ def split_attention(attend: Callable[..., Any], mesh: Mesh) -> Callable[..., Any
     """Attention on each device's own heads: none needs another's keys, so nothing is exchanged.
 
     Args:
-        attend: (queries, keys and values of each KV head, pages, *whole) -> (output, pages), where
-            every device gets all of `whole`.
+        attend: (queries, keys and values of each KV head, pages, their layer's scales, *whole) ->
+            (output, pages), where every device gets all of `whole`.
     """
     qkv, pages, heads = partition(QKV_AXES), partition(KV_PAGES_AXES), partition(HEADS_AXES)
+    scales = partition(LAYER_SCALES_AXES)
 
-    def split(qkv_TKXH: jax.Array, kv_pages: jax.Array, *whole: Any) -> Any:
+    def split(qkv_TKXH: jax.Array, kv_pages: Any, scales_2K: Any, *whole: Any) -> Any:
         return jax.shard_map(
             attend,
             mesh=mesh,
-            in_specs=(qkv, pages, *(PartitionSpec() for _ in whole)),
+            in_specs=(qkv, pages, scales, *(PartitionSpec() for _ in whole)),
             out_specs=(heads, pages),
             check_vma=False,
-        )(qkv_TKXH, kv_pages, *whole)
+        )(qkv_TKXH, kv_pages, scales_2K, *whole)
 
     return split
 

@@ -20,7 +20,7 @@ from jaxpaged.quantization.fp8 import Fp8
 from jaxpaged.quantization.scheme import KERNEL, Arrays, Quantized, Scheme, Source
 from jaxpaged.quantization.weight_only import E4M3, WeightOnly
 
-# Activations get a scale a token whatever was calibrated; pages are not in 8 bits.
+# Activations get a scale a token whatever was calibrated; those of pages are read elsewhere.
 IGNORED = ("input_scale", "k_scale", "v_scale", "output_scale")
 
 

@@ -22,6 +22,12 @@ DTYPES = {
     "float": jnp.float32,
     "float32": jnp.float32,
 }
+KV_DTYPES = DTYPES | {
+    "fp8": jnp.float8_e4m3fn,
+    "fp8_e4m3": jnp.float8_e4m3fn,
+    "fp8_e5m2": jnp.float8_e5m2,
+    "int8": jnp.int8,
+}
 
 
 def model_dtype(config: EngineConfig, checkpoint_dtype: str, platform: str) -> jnp.dtype:
@@ -149,7 +155,7 @@ def make_plan(
             f"--max-num-batched-tokens {tokens} is less than the model length {max_model_len}, "
             f"and --no-enable-chunked-prefill forbids to split a prompt."
         )
-    kv_dtype = dtype if config.kv_cache_dtype == "auto" else DTYPES[config.kv_cache_dtype]
+    kv_dtype = dtype if config.kv_cache_dtype == "auto" else KV_DTYPES[config.kv_cache_dtype]
     if config.kv_cache_dtype == "auto" and on_cpu and dtype == jnp.bfloat16:
         kv_dtype = jnp.float32  # XLA's CPU backend copies a bfloat16 pool at every write
     return EnginePlan(

@@ -21,6 +21,7 @@ from jaxpaged.models.spec import ModelSpec
 from jaxpaged.models.spread import spread_leaf
 from jaxpaged.parallel.sharding import tensor_sharding
 from jaxpaged.quantization import KERNEL, Quantized, UnsupportedQuantizationError
+from jaxpaged.runtime.kv_scales import is_kv_scale
 from jaxpaged.runtime.quantized_leaves import (
     Leaves,
     kernel_leaves,
@@ -32,8 +33,7 @@ from jaxpaged.runtime.quantized_leaves import (
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 FLOAT_TYPES = ("F32", "BF16", "F16")  # as the files spell them
 QUANTIZED_TYPES = (*FLOAT_TYPES, "F8_E4M3", "I8", "U8", "I32", "I64")
-# What follows from config.json (old checkpoints hold it all the same), and scales of 8-bit pages.
-NOT_NEEDED = (".rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale", ".kv_scale")
+DERIVED = ".rotary_emb.inv_freq"  # follows from config.json; old checkpoints hold it all the same
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -194,7 +194,7 @@ def _check_names(files: SafetensorFiles, rules: Sequence[Rule], spec: ModelSpec)
         for part in part_names(rule):
             wanted.update(f"{part}.{kind}" for kind in quantized.source.tensors)
             optional.update(f"{part}.{kind}" for kind in quantized.source.ignored)
-    found = {name for name in files.names if not name.endswith(NOT_NEEDED)}
+    found = {name for name in files.names if not name.endswith(DERIVED) and not is_kv_scale(name)}
     problems = [
         f"{what} {', '.join(sorted(names)[:4])}"
         + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -53,6 +53,8 @@ class Started:
     """A runner that is ready, and what start-up settled and took."""
 
     runner: ModelRunner
+    model: Decoder
+    params: Params
     backend: str  # attention backend in use
     platform: str
     dtype: str
@@ -126,7 +128,7 @@ def start_runner(config: EngineConfig, *, serving: bool) -> Started:
     if device.platform == "gpu":
         for each in devices:
             report_outside_pool(each)
-    return Started(runner, backend, device.platform, jnp.dtype(dtype).name, seconds)
+    return Started(runner, model, params, backend, device.platform, jnp.dtype(dtype).name, seconds)
 
 
 def _report_spread(spec: ModelSpec, num_devices: int) -> None:
@@ -156,7 +158,14 @@ def _warm_up(runner: ModelRunner, keys: Sequence[Key]) -> bool:
 def _load_weights(path: Path, config: EngineConfig, model: Decoder) -> tuple[Params, float]:
     """The parameters on the device, and the seconds that it took."""
     begin = time.perf_counter()
-    params = weights.load_params(path, model, load_format=config.load_format, seed=config.seed)
+    scales = config.kv_cache_scales
+    params = weights.load_params(
+        path,
+        model,
+        load_format=config.load_format,
+        seed=config.seed,
+        kv_scales=None if scales is None else Path(scales),
+    )
     jax.block_until_ready(params)
     return params, time.perf_counter() - begin
 

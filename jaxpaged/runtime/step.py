@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxpaged.arrays.kv_pages import KVPages
 from jaxpaged.arrays.step_batch import StepBatch
 from jaxpaged.core.buckets import Bucket, Buckets
 from jaxpaged.models.decoder import Decoder, Params
@@ -32,7 +33,7 @@ NO_NEWS = {"table_index_X": NO_ENTRY, "table_page_X": 0}
 class EngineState(struct.PyTreeNode):
     """Everything that outlives a step on the device, one donated pytree."""
 
-    kv_pages: tuple[jax.Array, ...]  # [P, 2, K, S, H] each
+    kv_pages: tuple[KVPages, ...]
     page_tables: jax.Array  # i32[groups, max_num_seqs + 1, M] by slot; the last slot is padding's
     last_token: jax.Array  # i32[max_num_seqs + 1] the token sampled last in each slot
     hidden_RD: jax.Array  # [R, D] rows of the last forward, after the final norm
@@ -237,7 +238,7 @@ def take_input(input_X: jax.Array, words_X: jax.Array) -> jax.Array:
 def zero_state(
     shapes: StepShapes,
     buckets: Buckets,
-    kv_pages: tuple[jax.Array, ...],
+    kv_pages: tuple[KVPages, ...],
     width: int,
     dtype: jnp.dtype,
     *,

@@ -24,6 +24,7 @@ from jaxpaged.models.spec import ModelSpec
 from jaxpaged.models.spread import spread_leaf
 from jaxpaged.parallel.sharding import param_shardings, tensor_sharding
 from jaxpaged.quantization import KERNEL, Arrays, Quantized
+from jaxpaged.runtime.kv_scales import LEAF, is_kv_scale, load_kv_scales, read_scales
 from jaxpaged.runtime.quantized_leaves import Leaves, kernel_leaves, quantize_rows, stored_shape
 from jaxpaged.runtime.safetensor_files import (
     INDEX_FILE,
@@ -44,6 +45,7 @@ def load_params(
     load_format: str = "auto",
     seed: int = 0,
     progress: bool = True,
+    kv_scales: Path | None = None,
 ) -> Params:
     """The parameters of `model`, in its dtype, on the first device or spread over its mesh.
 
@@ -53,6 +55,8 @@ def load_params(
             or auto: whichever of the first two the folder holds.
         seed: of random weights.
         progress: show a bar.
+        kv_scales: file of the scales of keys and values, for pages that want them; None: the
+            checkpoint's, or 1.
 
     Raises:
         ModelFilesError: weights are missing, unreadable or do not fit config.json; one line.
@@ -61,21 +65,32 @@ def load_params(
     leaves = abstract_leaves(model)
     if load_format == "auto":
         load_format = _find_format(path)
+    scale_leaves = {name: leaves.pop(name) for name in list(leaves) if name.endswith(LEAF)}
+    scales = {} if kv_scales is None else read_scales(kv_scales)
+    params: dict[str, jax.Array] = {}
+    loaded: Iterator[tuple[str, jax.Array, int]] = iter(())
     if load_format == "orbax":
         if any(layer.quantization.made_while_loading for layer in model.spec.layers):
             raise ModelFilesError(f"--quantization reads safetensors, and {path} is Orbax")
-        return _restore(path, model, leaves)
-    if load_format == "dummy":
+        params = flatten_dict(_restore(path, model, leaves), sep="/")
+        total = 0
+    elif load_format == "dummy":
         loaded = _random_leaves(model, leaves, seed)
         total = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values())
     else:
         files = SafetensorFiles(path)
         loaded = load_leaves(files, leaves, model.spec)
         total = files.num_bytes
-    params: dict[str, jax.Array] = {}
-    previous = None
+        if kv_scales is None:
+            scales = {name: files.read(name) for name in files.names if is_kv_scale(name)}
+    params |= load_kv_scales(scale_leaves, model.spec, scales, str(kv_scales or path))
+    previous: jax.Array | None = None
     with tqdm(
-        total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress
+        total=total,
+        unit="B",
+        unit_scale=True,
+        desc="Loading weights",
+        disable=not (progress and total),
     ) as bar:
         for name, leaf, num_bytes in loaded:
             params[name] = leaf

@@ -1,4 +1,4 @@
-"""The socket that a server listens on."""
+"""The sockets that the server processes listen on."""
 
 from __future__ import annotations
 
@@ -11,21 +11,31 @@ from jaxpaged.server_config import ServerConfig
 
 
 @contextlib.contextmanager
-def bind(config: ServerConfig) -> Generator[socket.socket, None, None]:
-    """A socket bound to the address, not listening yet: who connects too early is refused.
+def bind(config: ServerConfig) -> Generator[list[socket.socket], None, None]:
+    """Sockets bound to the address, one for each server process, not listening yet: who connects
+    too early is refused. The kernel spreads TCP connections over them.
 
     Raises:
         OSError: the address is taken or not ours; one line.
     """
     place = config.uds or f"{config.host}:{config.port}"
+    count = config.api_server_count
     try:
-        listener = _bind_unix(config.uds) if config.uds else _bind_tcp(config.host, config.port)
+        if config.uds:
+            listeners = [_bind_unix(config.uds)]
+        else:
+            listeners = [_bind_tcp(config.host, config.port)]
     except OSError as error:
         raise OSError(f"cannot listen on {place}: {error.strerror or error}") from error
+    if count > 1 and not config.uds:
+        port = listeners[0].getsockname()[1]
+        listeners.pop().close()  # the address is nobody else's; now they may share it
+        listeners = [_bind_tcp(config.host, port, shared=True) for _ in range(count)]
     try:
-        yield listener
+        yield listeners * (count // len(listeners))
     finally:
-        listener.close()
+        for listener in listeners:
+            listener.close()
         if config.uds:
             Path(config.uds).unlink(missing_ok=True)
 
@@ -39,11 +49,13 @@ def url(config: ServerConfig, listener: socket.socket) -> str:
     return f"{scheme}://{host}:{listener.getsockname()[1]}{config.root_path}"
 
 
-def _bind_tcp(host: str, port: int) -> socket.socket:
+def _bind_tcp(host: str, port: int, *, shared: bool = False) -> socket.socket:
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind(address)
     except OSError:

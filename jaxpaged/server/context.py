@@ -11,7 +11,7 @@ from jaxpaged.engine.async_llm import AsyncLLM
 from jaxpaged.engine.errors import BadRequestError
 from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.server.errors import NotFoundError
-from jaxpaged.server.response_store import ResponseStore
+from jaxpaged.server.response_store import ResponseStore, StoredResponse
 from jaxpaged.server_config import ServerConfig
 
 
@@ -32,6 +32,24 @@ class ServerContext:
     root: str
     chat_template: str | None
     responses: ResponseStore = field(default_factory=ResponseStore)
+
+    @property
+    def stores_responses(self) -> bool:
+        """Whether the next request for a response comes to the process that keeps it."""
+        return self.config.api_server_count == 1
+
+    def stored_response(self, response_id: str) -> StoredResponse | None:
+        """A response that was kept; None: it was not, or not until now.
+
+        Raises:
+            BadRequestError: nothing is kept here.
+        """
+        if not self.stores_responses:
+            raise BadRequestError(
+                "several processes answer and none keeps responses for the others: send the whole "
+                "conversation, or start the server with --api-server-count 1"
+            )
+        return self.responses.get(response_id)
 
     @property
     def model_name(self) -> str:

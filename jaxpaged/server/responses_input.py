@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from jaxpaged.engine.errors import BadRequestError
 from jaxpaged.server.dialogue import said, tool_result
 from jaxpaged.server.parsing.calls import ToolCall
 from jaxpaged.server.protocol import ChatMessage
-from jaxpaged.server.response_store import ResponseStore
+from jaxpaged.server.response_store import StoredResponse
 from jaxpaged.server.responses_protocol import (
     ChosenTool,
     InputItem,
@@ -45,15 +46,20 @@ def refuse_unsupported_fields(body: ResponsesRequest) -> None:
         raise BadRequestError("max_tokens is called max_output_tokens here", "max_tokens")
 
 
-def conversation(body: ResponsesRequest, store: ResponseStore) -> list[ChatMessage]:
+def conversation(
+    body: ResponsesRequest, stored: Callable[[str], StoredResponse | None]
+) -> list[ChatMessage]:
     """What was said up to now: that of the previous response, then the input.
+
+    Args:
+        stored: finds the previous response.
 
     Raises:
         BadRequestError: the previous response is not there, or an item is no text.
     """
     turns: list[ChatMessage] = []
     if body.previous_response_id is not None:
-        previous = store.get(body.previous_response_id)
+        previous = stored(body.previous_response_id)
         if previous is None:
             raise BadRequestError(
                 f"there is no response {body.previous_response_id!r} to go on from: it was not "

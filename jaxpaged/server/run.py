@@ -1,4 +1,4 @@
-"""Runs a server: engine first, then HTTP, until a signal or the engine's death."""
+"""Runs a server process: engine first, then HTTP, until a signal or the engine's death."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from socket import socket
 
+import msgspec
 import uvicorn
 import uvloop
 
 import jaxpaged
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.async_llm import AsyncLLM, Observer
-from jaxpaged.engine.core_client import CORE_COMMAND
+from jaxpaged.engine.core_client import FrontEnd
+from jaxpaged.engine.core_fleet import CORE_COMMAND
+from jaxpaged.engine.metrics import MetricsRegistry
 from jaxpaged.model_files import resolve_model
-from jaxpaged.server.address import bind, url
+from jaxpaged.server.address import url
 from jaxpaged.server.app import create_app
 from jaxpaged.server.context import ServerContext
 from jaxpaged.server.request_log import log_request, without_routine
@@ -33,65 +36,97 @@ from jaxpaged.server_config import ServerConfig
 log = logging.getLogger(__name__)
 
 DEMO_NAME = "demo"
-LAST_HEALTH_SECONDS = 2.0  # how long /health says 503 before a server without engine ends
+LAST_HEALTH_SECONDS = 2.0  # how long /health says 503 before a server without engines ends
 ABORT_SECONDS = 10.0  # for the last answers to be sent after their requests were aborted
 LAST_SECONDS = 12.0  # for the engine to end and threads to return, after which the process ends
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def serve(
-    engine_config: EngineConfig,
-    config: ServerConfig,
-    *,
-    core_command: Sequence[str] = CORE_COMMAND,
-) -> int:
-    """Serve until SIGINT or SIGTERM; the exit status: 1 if the engine died.
+class Service(msgspec.Struct, frozen=True):
+    """What every server process of a service is told.
 
     Args:
-        core_command: what runs the engine's core.
-
-    Raises:
-        ValueError, OSError: settings, files or the address; one line.
-        EngineStartError: the engine could not start.
+        names: what requests may call the model; the first is echoed.
+        root: what the model was named at start.
+        chat_template: instead of the model's.
     """
-    if config.ssl_certfile is not None:  # tells now, not once the model is loaded
-        ssl.create_default_context().load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
-    logging.getLogger("uvicorn.access").addFilter(without_routine)
-    with contextlib.ExitStack() as stack:
-        context = stack.enter_context(prepared(engine_config, config, core_command))
-        listener = stack.enter_context(bind(config))
-        runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
-        return runner.run(_serve(context, listener))
+
+    engine: EngineConfig  # with folders for names
+    server: ServerConfig
+    names: tuple[str, ...]
+    root: str
+    chat_template: str | None
 
 
-@contextlib.contextmanager
-def prepared(
-    engine_config: EngineConfig, config: ServerConfig, core_command: Sequence[str] = CORE_COMMAND
-) -> Generator[ServerContext, None, None]:
-    """What the application needs, around an engine that is still to be started.
+def prepare(engine_config: EngineConfig, config: ServerConfig) -> Service:
+    """Find the files; what is wrong with them is told now, not once the model is loaded.
 
     Raises:
         ValueError, OSError: settings or files; one line.
     """
     template = _read_template(config.chat_template)
+    if config.ssl_certfile is not None:
+        ssl.create_default_context().load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
     root = engine_config.model or DEMO_NAME
     names = config.served_model_name or (root,)
+    return Service(_with_files(engine_config), config, names, root, template)
+
+
+@contextlib.contextmanager
+def engine_behind(
+    service: Service,
+    *,
+    core_command: Sequence[str] = CORE_COMMAND,
+    front_end: FrontEnd | None = None,
+) -> Generator[ServerContext, None, None]:
+    """What the application needs, around an engine that is still to be started.
+
+    Args:
+        core_command: what runs an engine's core.
+        front_end: this process is one of several, which share cores that run already.
+    """
+    config, name = service.server, service.names[0]
     observers: list[Observer] = [log_request] if config.enable_log_requests else []
+    folder = None if front_end is None else front_end.metrics_folder
     with contextlib.ExitStack() as stack:
         if config.otlp_traces_endpoint is not None:
-            observers.append(stack.enter_context(tracing(config.otlp_traces_endpoint, names[0])))
+            observers.append(stack.enter_context(tracing(config.otlp_traces_endpoint, name)))
         engine = AsyncLLM(
-            _with_files(engine_config),
+            service.engine,
             core_command=core_command,
-            model_name=names[0],
-            metrics_prefix=config.metrics_prefix,
+            front_end=front_end,
+            metrics=MetricsRegistry(name, config.metrics_prefix, folder),
             log_stats=not config.disable_log_stats,
             observers=observers,
         )
-        yield ServerContext(engine, config, names, root, template)
+        template = service.chat_template
+        yield ServerContext(engine, config, service.names, service.root, template)
 
 
-async def _serve(context: ServerContext, listener: socket) -> int:
+def run_server(
+    service: Service,
+    listener: socket,
+    *,
+    core_command: Sequence[str] = CORE_COMMAND,
+    front_end: FrontEnd | None = None,
+) -> int:
+    """Serve until SIGINT or SIGTERM; the exit status: 1 if every engine died.
+
+    Args: those of `engine_behind`.
+
+    Raises:
+        ValueError, OSError: settings or files; one line.
+        EngineStartError: an engine could not start.
+    """
+    logging.getLogger("uvicorn.access").addFilter(without_routine)
+    with (
+        engine_behind(service, core_command=core_command, front_end=front_end) as context,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        return runner.run(_serve(context, listener, greets=not (front_end and front_end.index)))
+
+
+async def _serve(context: ServerContext, listener: socket, *, greets: bool) -> int:
     engine, loop = context.engine, asyncio.get_running_loop()
     starting = asyncio.create_task(engine.start())
     for number in SIGNALS:
@@ -101,7 +136,7 @@ async def _serve(context: ServerContext, listener: socket) -> int:
     except asyncio.CancelledError:
         log.info("stopped before the engine was ready")
         return 0
-    server = _Server(context, listener)
+    server = _Server(context, listener, greets=greets)
     for number in SIGNALS:
         loop.add_signal_handler(number, server.handle_exit, number, None)
     gc.collect()
@@ -117,9 +152,10 @@ async def _serve(context: ServerContext, listener: socket) -> int:
 class _Server(uvicorn.Server):
     """uvicorn that lets running requests finish for a while, then aborts them politely."""
 
-    def __init__(self, context: ServerContext, listener: socket) -> None:
+    def __init__(self, context: ServerContext, listener: socket, *, greets: bool) -> None:
         config = context.config
         self._context, self._engine, self._listener = context, context.engine, listener
+        self._greets = greets
         super().__init__(
             uvicorn.Config(
                 create_app(context),
@@ -141,7 +177,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
         await super().startup(sockets)
-        _greet(self._context, self._listener)
+        if self._greets:
+            _greet(self._context, self._listener)
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         self._end_for_sure()
@@ -191,9 +228,11 @@ def _greet(context: ServerContext, listener: socket) -> None:
         )
     if config.uds is None and config.host in ("127.0.0.1", "localhost", "::1"):
         log.info("only this machine can connect; --host 0.0.0.0 opens it to others")
-    info = engine.info
+    info, count = engine.info, len(engine.replicas)
+    engines = f"{count} engines, each with " if count > 1 else ""
     print(
         f"jaxpaged {jaxpaged.__version__} serves {context.model_name} at {url(config, listener)}: "
+        f"{engines}"
         f"{info.num_pages} pages of {info.page_size} tokens, up to {info.max_model_len} tokens a "
         f"request, {len(info.buckets)} buckets ({info.buckets[0]} ... {info.buckets[-1]}), "
         f"{info.dtype} on {info.platform}",

@@ -1,15 +1,16 @@
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxpaged.arrays.kv_pages import KVGroup, KVPagesSpec, group_layers
 
 
-def spec(windows: tuple[int | None, ...]) -> KVPagesSpec:
+def spec(windows: tuple[int | None, ...], dtype: str = "bfloat16") -> KVPagesSpec:
     return KVPagesSpec(
         group_layers(windows), num_pages=5, page_size=16, num_kv_heads=2, head_dim=8,
-        dtype=jnp.dtype("bfloat16"),
+        dtype=jnp.dtype(dtype),
     )  # fmt: skip
 
 
@@ -38,11 +39,14 @@ def test_every_layer_has_a_place_of_its_own(windows: tuple[int | None, ...]) -> 
         kv.place(len(windows))
 
 
-def test_a_page_costs_what_its_arrays_hold() -> None:
-    kv = spec((8, 8, None, 8, 8, None))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int8"])
+def test_a_page_costs_what_its_arrays_hold(dtype: str) -> None:
+    kv = spec((8, 8, None, 8, 8, None), dtype)
     arrays = kv.zeros()
-    assert [array.shape for array in arrays] == [(5, 2, 2, 16, 8)] * 2
-    assert kv.page_bytes * kv.num_pages == sum(array.nbytes for array in arrays)
+    assert [array.values_P2KSH.shape for array in arrays] == [(5, 2, 2, 16, 8)] * 2
+    leaves = jax.tree.leaves(arrays)
+    assert kv.page_bytes * kv.num_pages == sum(leaf.nbytes for leaf in leaves)
+    assert len(leaves) == (4 if dtype == "int8" else 2)
 
 
 def test_devices_that_share_the_heads_share_the_cost() -> None:

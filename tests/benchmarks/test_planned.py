@@ -25,16 +25,19 @@ def write(folder: Path, name: str, command: str, **content: Any) -> None:
 
 def test_decode_results_are_read(tmp_path: Path) -> None:
     rows = [{"batch": 1, "step ms": 1.5}, {"batch": 4, "step ms": 2.0}]
+    old = [{"batch": row["batch"], "step_ms": [2.5, row["step ms"], 1.25]} for row in rows]
+    new = [{"batch": 1, "seconds": {"1": [0.5, 0.25], "33": [2.0, 3.0]}}]
     write(
         tmp_path, "decode_latency_x", "python -m benchmarks.decode_latency -tp 2 --steps 8",
-        tensor_parallel_size=2, context=512, rows=rows,
+        tensor_parallel_size=2, context=512, rows=rows, runs=old,
     )  # fmt: skip
     write(
         tmp_path, "decode_latency_y", "python -m benchmarks.decode_latency --serving",
-        context=512, rows=rows[:1],
+        context=512, rows=rows[:1], runs=new,
     )  # fmt: skip
     one, four, serving = measured_settings(tmp_path)
     assert (one.tp, one.pp, one.dp) == (2, 1, 1) and one.measured == {"step ms": 1.5}
+    assert one.fastest == four.fastest == 1e-3 * 8 * 1.25 and serving.fastest == 1.75
     assert four.lengths == [Lengths(512, 9)] * 4
     assert four.limits == {
         "max_model_len": 528, "max_num_seqs": 4, "max_num_batched_tokens": 2048,
@@ -47,6 +50,7 @@ def test_throughput_and_serving_results_are_read(tmp_path: Path) -> None:
         tmp_path, "offline_throughput_x",
         "python -m benchmarks.offline_throughput --lengths sharegpt --requests 8 --seed 3",
         rows=[{"requests": "8 x sharegpt", "output tok/s": 500.0}],
+        runs=[{"seconds": 3.0}, {"seconds": 2.0}],
     )  # fmt: skip
     write(
         tmp_path, "serving_x",
@@ -55,6 +59,7 @@ def test_throughput_and_serving_results_are_read(tmp_path: Path) -> None:
                               {"rate": "inf", "requests": 6, **LATENCIES}],
     )  # fmt: skip
     offline, slow, fast = measured_settings(tmp_path)
+    assert offline.fastest == 2.0 and slow.fastest is None
     assert offline.limits["max_num_batched_tokens"] == 16384 and len(offline.lengths) == 8
     assert (slow.dp, slow.rate, slow.seed, fast.seed) == (2, 4.0, 0, 1)
     assert slow.limits["max_model_len"] == 512 and slow.lengths == [Lengths(64, 8)] * 6
@@ -65,8 +70,8 @@ def test_throughput_and_serving_results_are_read(tmp_path: Path) -> None:
 
 
 def test_what_is_not_understood_is_left_out(tmp_path: Path) -> None:
-    write(tmp_path, "decode_latency_a", "x", card=None, context=1, rows=[])
-    write(tmp_path, "decode_latency_b", "x", model="unknown", context=1, rows=[])
+    write(tmp_path, "decode_latency_a", "x", card=None, context=1, rows=[], runs=[])
+    write(tmp_path, "decode_latency_b", "x", model="unknown", context=1, rows=[], runs=[])
     write(tmp_path, "startup", "x")
     assert list(measured_settings(tmp_path)) == []
 
@@ -85,8 +90,11 @@ def test_the_fit_finds_what_times_were_made_with(settings: list[Setting]) -> Non
     truth = Calibration.load(CALIBRATIONS / "h200.json")
     made = []
     for setting in settings:
-        expected = setting.plan(setting.cost_model(truth))
-        made.append(dataclasses.replace(setting, measured=expected))
+        (figure,) = setting.plan(setting.cost_model(truth)).values()
+        steps = 1e-3 * (setting.lengths[0].output - 1)
+        outputs = sum(item.output for item in setting.lengths)
+        seconds = figure * steps if setting.is_decode else outputs / figure
+        made.append(dataclasses.replace(setting, fastest=seconds))
     free = {name: calibrate.FREE[name] for name in ("weight_share", "layer_us")}
     start = dataclasses.replace(truth, weight_share=0.5, layer_us=50.0)
     found = calibrate.fit_to(made, start, free)
@@ -102,15 +110,11 @@ def test_parts_that_were_measured_alone_are_in_the_file() -> None:
 
 def test_the_table_is_what_the_planner_says(settings: list[Setting]) -> None:
     content = json.loads((RESULTS / "plan_accuracy.json").read_text())
-    rows = {
-        (row["model"], row["setting"], row["figure"]): row
-        for row in content["rows"]
-        if row["GPUs"] == "-tp 1 -pp 1 -dp 1"
-    }
+    rows = {(row["result"], row["setting"], row["figure"]): row for row in content["rows"]}
     calibration = Calibration.load(CALIBRATIONS / "h200.json")
     for setting in settings:
         for name, expected in setting.plan(setting.cost_model(calibration)).items():
-            row = rows[setting.model, setting.what, name]
+            row = rows[setting.file, setting.what, name]
             assert row["expected"] == pytest.approx(expected, rel=1e-6)
             assert row["measured"] == setting.measured[name]
     document = plan_accuracy.DOCUMENT.read_text()

@@ -17,7 +17,7 @@ from fake_core import CRASH, MAX_MODEL_LEN
 from fake_server import FAKE_CORE, ROOT
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.engine import async_llm
+from jaxpaged.engine import load_log
 from jaxpaged.engine.async_llm import AsyncLLM
 from jaxpaged.engine.errors import (
     BadRequestError,
@@ -220,7 +220,7 @@ def test_the_cores_death_ends_every_request(how: str):
         waiting = [asyncio.create_task(collect(engine, [5], ENDLESS, str(i))) for i in range(3)]
         await until(lambda: engine.stats.num_running == 3)
         if how == "killed":
-            os.kill(engine._core.pid, signal.SIGKILL)
+            os.kill(engine._fleet.pids[0], signal.SIGKILL)
         else:
             waiting.append(asyncio.create_task(collect(engine, [CRASH], ENDLESS, "crash")))
         results = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 5)
@@ -258,12 +258,11 @@ def test_a_start_that_is_given_up_leaves_no_process():
         command = (sys.executable, "-c", "import time; time.sleep(60)")
         engine = AsyncLLM(EngineConfig(skip_tokenizer_init=True), core_command=command)
         starting = asyncio.create_task(engine.start())
-        await until(lambda: engine._core.pid is not None)
-        pid = engine._core.pid
+        await until(lambda: engine._fleet.pids)
+        (pid,) = engine._fleet.pids
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
-        assert pid is not None
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
 
@@ -273,11 +272,10 @@ def test_a_start_that_is_given_up_leaves_no_process():
 def test_shutdown_is_quick_and_cleans_up():
     async def run() -> None:
         async with started(None) as engine:
-            pid, folder = engine._core.pid, Path(engine._core._folder)
+            (pid,), folder = engine._fleet.pids, Path(engine._fleet._folder)
             began = time.monotonic()
         assert time.monotonic() - began < 5
         assert not folder.exists()
-        assert pid is not None
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
 
@@ -297,8 +295,8 @@ def test_nothing_here_imports_jax():
 def test_load_is_logged_while_there_is_any(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(async_llm, "STATS_SECONDS", 0.1)
-    caplog.set_level("INFO", async_llm.__name__)
+    monkeypatch.setattr(load_log, "STATS_SECONDS", 0.1)
+    caplog.set_level("INFO", load_log.__name__)
 
     async def work(engine: AsyncLLM) -> None:
         await collect(engine, [5, 6], SamplingParams(max_tokens=30, ignore_eos=True))

@@ -12,6 +12,8 @@ from jaxpaged.engine import core_process
 from jaxpaged.engine.core_process import CoreServer
 from jaxpaged.engine.messages import (
     AskPool,
+    Command,
+    CommandDone,
     CoreMessage,
     EngineInfo,
     EngineStats,
@@ -75,7 +77,7 @@ class Socket:
 
 def run(engine: Engine, *messages: FrontMessage) -> list[StepOutputs]:
     socket = Socket(engine, *messages)
-    CoreServer(engine, socket, socket, os.getppid()).run()
+    CoreServer(engine, socket, [socket], os.getppid()).run()
     assert isinstance(socket.sent[0], EngineInfo)
     return [message for message in socket.sent if isinstance(message, StepOutputs)]
 
@@ -95,3 +97,25 @@ def test_costly_pictures_are_rare(info: EngineInfo, monkeypatch: pytest.MonkeyPa
     engine = Engine(info, steps=20, picture_seconds=0.002)
     run(engine, *[AskPool()] * 20)
     assert engine.drawn == 20
+
+
+def test_each_front_end_hears_of_its_own_requests_and_all_of_the_state(info: EngineInfo):
+    class Two(Engine):
+        def step(self) -> list[SequenceOutput]:
+            super().step()
+            return [SequenceOutput(request_id=f"a-b-{number}", index=0) for number in range(5)]
+
+        def command(self, command: Command) -> CommandDone:
+            return CommandDone(command.number)
+
+    engine = Two(info, steps=2)
+    first = Socket(engine, Command(7, "any"), Command(8, "any"))
+    second = Socket(engine)
+    CoreServer(engine, first, [first, second], os.getppid()).run()
+    assert [type(sink.sent[0]) for sink in (first, second)] == [EngineInfo] * 2
+    done = [[m.number for m in sink.sent if isinstance(m, CommandDone)] for sink in (first, second)]
+    assert done == [[8], [7]]
+    steps = [[m for m in sink.sent if isinstance(m, StepOutputs)] for sink in (first, second)]
+    told = [[output.request_id for output in step[0].outputs] for step in steps]
+    assert told == [["a-b-0", "a-b-2", "a-b-4"], ["a-b-1", "a-b-3"]]
+    assert [len(step) for step in steps] == [2, 2]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from jaxpaged.engine.messages import AddRequest, EngineInfo, EngineStats, SequenceOutput
-from jaxpaged.engine.metrics import Metrics, RequestTimes
+from jaxpaged.engine.metrics import Metrics, MetricsRegistry, RequestTimes
 from jaxpaged.sampling_params import SamplingParams
 
 NAMES = """
@@ -17,14 +17,14 @@ request_prefill_time_seconds_bucket request_decode_time_seconds_bucket
 request_prompt_tokens_bucket request_generation_tokens_bucket request_params_n_bucket
 request_params_max_tokens_bucket iteration_tokens_total_bucket
 step_compilations step_bucket_padding_ratio_bucket host_gap_seconds_bucket
-device_step_seconds_bucket
+device_step_seconds_bucket engine_up
 """
 
 
-def series(metrics: Metrics, prefix: str = "jaxpaged") -> dict[str, float]:
+def series(registry: MetricsRegistry, prefix: str = "jaxpaged") -> dict[str, float]:
     """Values by name and labels, those that every series has left out."""
     found = {}
-    for line in metrics.text().decode().splitlines():
+    for line in registry.text().decode().splitlines():
         if not line.startswith("#"):
             name, value = line.rsplit(" ", 1)
             assert name.startswith(prefix + ":")
@@ -35,9 +35,9 @@ def series(metrics: Metrics, prefix: str = "jaxpaged") -> dict[str, float]:
     return found
 
 
-@pytest.fixture
-def metrics(info: EngineInfo) -> Metrics:
-    return Metrics(info, "m", "jaxpaged")
+def made(info: EngineInfo, prefix: str = "jaxpaged") -> tuple[MetricsRegistry, Metrics]:
+    registry = MetricsRegistry("m", prefix)
+    return registry, Metrics(registry, info)
 
 
 def request(prompt_len: int = 10, n: int = 1) -> RequestTimes:
@@ -57,13 +57,14 @@ def news(index: int = 0, **once: float) -> SequenceOutput:
 
 @pytest.mark.parametrize("prefix", ["jaxpaged", "vllm"])
 def test_every_name_is_there_under_one_prefix(info: EngineInfo, prefix: str):
-    names = {name.split("{")[0] for name in series(Metrics(info, "m", prefix), prefix)}
+    names = {name.split("{")[0] for name in series(made(info, prefix)[0], prefix)}
     assert set(NAMES.split()) - names == set()
     assert not any(name.endswith("_created") for name in names)
 
 
-def test_bucket_bounds(metrics: Metrics):
-    found = series(metrics)
+def test_bucket_bounds(info: EngineInfo):
+    registry, metrics = made(info)
+    found = series(registry)
 
     def bounds(name: str) -> list[float]:
         start = f'{name}_bucket{{le="'
@@ -76,13 +77,14 @@ def test_bucket_bounds(metrics: Metrics):
     assert bounds("request_prompt_tokens")[-2] == 50  # the longest is 64
 
 
-def test_a_request_is_timed(metrics: Metrics):
+def test_a_request_is_timed(info: EngineInfo):
+    registry, metrics = made(info)
     times = request()
     first = news(scheduled_time=101.0, num_cached_tokens=4)
     for event, now in ((first, 103.0), (news(), 103.5), (news(), 104.5)):
         metrics.tokens(times, event, now)
     metrics.finish(times, "length")
-    found = series(metrics)
+    found = series(registry)
     sums = {
         "time_to_first_token_seconds": 3.0,
         "inter_token_latency_seconds": 1.5,
@@ -105,61 +107,41 @@ def test_a_request_is_timed(metrics: Metrics):
     assert found['request_success_total{finished_reason="length"}'] == 1
 
 
-def test_choices_do_not_mix_their_latencies(metrics: Metrics):
+def test_choices_do_not_mix_their_latencies(info: EngineInfo):
+    registry, metrics = made(info)
     times = request(n=2)
     for index, now in ((0, 101.0), (1, 101.0), (0, 102.0), (1, 104.0)):
         metrics.tokens(times, news(index), now)
-    found = series(metrics)
+    found = series(registry)
     assert found["inter_token_latency_seconds_sum"] == 1.0 + 3.0
     assert found["time_to_first_token_seconds_count"] == 1
 
 
-def test_a_request_without_a_token_has_no_latency(metrics: Metrics):
+def test_a_request_without_a_token_has_no_latency(info: EngineInfo):
+    registry, metrics = made(info)
     metrics.finish(request(), "abort")
-    found = series(metrics)
+    found = series(registry)
     assert found['request_success_total{finished_reason="abort"}'] == 1
     assert found["e2e_request_latency_seconds_count"] == 0
 
 
-def test_counters_follow_the_engine(metrics: Metrics):
+def test_counters_follow_the_engine(info: EngineInfo):
+    registry, metrics = made(info)
     step = EngineStats(num_running=2, kv_cache_usage=0.5, prefix_cache_queries=30)
     metrics.step(step)
     metrics.step(EngineStats(prefix_cache_queries=50, num_preemptions=1, step_compilations=1))
-    found = series(metrics)
+    found = series(registry)
     assert found["prefix_cache_queries_total"] == 50
     assert found["num_preemptions_total"] == 1
     assert (found["num_requests_running"], found["kv_cache_usage_perc"]) == (0, 0)
     assert found["step_compilations"] == 1
 
 
-def test_a_step_is_observed_once(metrics: Metrics):
+def test_a_step_is_observed_once(info: EngineInfo):
+    registry, metrics = made(info)
     metrics.step(EngineStats(iteration_tokens=3, bucket_tokens=4, device_step_seconds=0.5))
     metrics.step(EngineStats())
-    found = series(metrics)
+    found = series(registry)
     assert found["iteration_tokens_total_count"] == 1
     assert found["step_bucket_padding_ratio_sum"] == 0.25
     assert found["device_step_seconds_sum"] == 0.5
-
-
-def test_a_line_about_the_load(metrics: Metrics):
-    assert metrics.load_line(EngineStats(), 10.0) is None
-    metrics.tokens(request(), news(), 101.0)
-    stats = EngineStats(
-        num_waiting=3, kv_cache_usage=0.25, prefix_cache_queries=40, prefix_cache_hits=10
-    )
-    assert metrics.load_line(stats, 10.0) == (
-        "running 0, waiting 3, pages 2 of 8 used (25.0%), prefix cache hits 25.0%, preemptions 0, "
-        "prompt 1.0 tokens/s, generation 0.1 tokens/s"
-    )
-
-
-def test_the_line_is_about_its_seconds_alone(metrics: Metrics):
-    before = EngineStats(num_running=1, prefix_cache_queries=40, num_preemptions=2)
-    metrics.load_line(before, 10.0)
-    after = EngineStats(
-        num_running=1, prefix_cache_queries=50, prefix_cache_hits=10, num_preemptions=3
-    )
-    line = metrics.load_line(after, 10.0)
-    assert line is not None
-    assert "hits 100.0%, preemptions 1," in line
-    assert metrics.load_line(EngineStats(), 10.0) is None

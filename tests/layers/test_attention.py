@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from ragged_attention import Ragged, attention_by_definition, ragged_batch
 
+from jaxpaged.arrays.kv_pages import KVPages
 from jaxpaged.arrays.step_batch import StepBatch
 from jaxpaged.layers.attention import (
     AttentionCase,
@@ -77,6 +78,7 @@ def test_a_step_writes_its_keys_and_sees_them(backend: str) -> None:
     step = jax.jit(
         partial(
             attend,
+            layer_scales_2K=None,
             scales=None,
             group=0,
             backend=backend,
@@ -89,7 +91,7 @@ def test_a_step_writes_its_keys_and_sees_them(backend: str) -> None:
     )
     out, pages = step(
         jnp.concatenate((q_TKGH, kv_TK2H), axis=2),
-        r.pages_P2KSH,
+        KVPages(r.pages_P2KSH, None),
         rope=still,
         batch=batch,
         places=places,
@@ -98,7 +100,8 @@ def test_a_step_writes_its_keys_and_sees_them(backend: str) -> None:
         r.replace(pages_P2KSH=jnp.asarray(written)), scale=0.3, window=33, softcap=9.0
     )
     np.testing.assert_allclose(out, expected, atol=2e-6)
-    np.testing.assert_array_equal(pages[1:], written[1:])
+    np.testing.assert_array_equal(pages.values_P2KSH[1:], written[1:])
+    assert pages.scale_P2KS is None
 
 
 def case(platform: str, capability: float = 0.0, **changes: object) -> AttentionCase:
@@ -108,6 +111,7 @@ def case(platform: str, capability: float = 0.0, **changes: object) -> Attention
     )
 
 
+FLOAT8, INT8 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.int8)
 FLOAT32 = jnp.dtype(jnp.float32)
 
 
@@ -121,6 +125,9 @@ FLOAT32 = jnp.dtype(jnp.float32)
         (case("gpu", 7.5), "xla"),
         (case("gpu", 9.0, dtype=FLOAT32, kv_dtype=FLOAT32), "triton"),
         (case("gpu", 9.0, kv_dtype=FLOAT32), "triton"),
+        (case("gpu", 9.0, kv_dtype=FLOAT8), "triton"),
+        (case("gpu", 8.0, kv_dtype=FLOAT8), "xla"),
+        (case("gpu", 8.0, kv_dtype=INT8), "triton"),
         (case("gpu", 9.0, head_dim=80), "triton"),
         (case("gpu", 9.0, page_size=128), "triton"),
         (case("gpu", 9.0, queries_per_kv_head=32), "xla"),
@@ -137,6 +144,7 @@ def test_hopper_prefill_has_to_be_asked_for() -> None:
     for where in (
         case("gpu", 8.0),
         case("gpu", 9.0, kv_dtype=FLOAT32),
+        case("gpu", 9.0, kv_dtype=FLOAT8),
         case("gpu", 9.0, head_dim=80),
         case("gpu", 9.0, page_size=128),
     ):

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from pallas_kernels.paged_attention_triton import paged_attention_triton
 from pallas_kernels.quantized_linear import quantized_linear
 from pallas_kernels.rms_norm import Rows, half_norm
-from pallas_kernels.rope_write import rope_write
+from pallas_kernels.rope_write import Written, rope_write
 from pallas_kernels.sample_top_k_top_p import sample_top_k_top_p
 from pallas_kernels.small_batch_linear import small_batch_linear
 
@@ -35,6 +35,16 @@ SHAPES = {
     "head-96": {"N": 16, "K": 1, "H": 96},
     "head-64": {"N": 14, "K": 2, "H": 64, "S": 64},
 }
+
+
+POOL = 4096  # pages
+
+
+def scales_shape(pages: str | None, K: int, S: int) -> tuple[int, ...] | None:
+    """Of the scales that pages of this dtype have."""
+    if pages is None:
+        return None
+    return (POOL, 2, K, S) if pages == "int8" else (2, K)
 
 
 def h200_mesh() -> Mesh:
@@ -56,6 +66,7 @@ def compile_step(
     H: int,
     S: int = 16,
     M: int = 512,
+    pages: str | None = None,
     **options: float,
 ) -> jax.stages.Compiled:
     sharding = NamedSharding(mesh, PartitionSpec())
@@ -63,41 +74,57 @@ def compile_step(
     def like(shape: tuple[int, ...], dtype: str = "int32") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
 
+    scales = scales_shape(pages, K, S)
+
     step = jax.jit(
         partial(paged_attention_triton, scale=H**-0.5, decode_only=decode_only, **options)
     )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return step.lower(
             like((T, N, H), dtype),
-            like((4096, 2, K, S, H), dtype),
+            like((POOL, 2, K, S, H), pages or dtype),
             like((B, M)),
             query_start_B1=like((B + 1,)),
             kv_len_B=like((B,)),
             num_decodes=like(()),
             num_seqs=like(()),
+            page_scales=None if scales is None else like(scales, "float32"),
         ).compile()
 
 
 def compile_rope_write(
-    mesh: Mesh, dtype: str, T: int, *, N: int, K: int, H: int, S: int = 16, **_: float
+    mesh: Mesh,
+    dtype: str,
+    T: int,
+    *,
+    N: int,
+    K: int,
+    H: int,
+    S: int = 16,
+    pages: str | None = None,
+    **_: float,
 ) -> jax.stages.Compiled:
     sharding = NamedSharding(mesh, PartitionSpec())
 
     def like(shape: tuple[int, ...], dtype: str = "int32") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
 
-    table = like((T, H // 2), "float32")
+    def write(*operands: jax.Array, page_scales: jax.Array | None) -> Written:
+        return rope_write(*operands, page_scales=page_scales, eps=1e-6, plus_one=True)
+
+    table, scales = like((T, H // 2), "float32"), scales_shape(pages, K, S)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return (
-            jax.jit(partial(rope_write, eps=1e-6, plus_one=True), donate_argnums=3)
+            jax.jit(write, donate_argnums=3, donate_argnames="page_scales")
             .lower(
                 like((T, K, N // K + 2, H), dtype),
                 table,
                 table,
-                like((4096, 2, K, S, H), dtype),
+                like((POOL, 2, K, S, H), pages or dtype),
                 like((T,)),
                 like((T,)),
                 (like((H,), dtype), like((H,), dtype)),
+                page_scales=None if scales is None else like(scales, "float32"),
             )
             .compile()
         )
@@ -197,6 +224,7 @@ def main() -> None:
     parser.add_argument("--names", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16"])
     parser.add_argument("--steps", nargs="*", default=["8x8", "256x256", "2048x256"])
+    parser.add_argument("--pages", help="dtype of pages of one byte; default: the queries'")
     parser.add_argument("--rope-write", action="store_true", help="that kernel, not attention")
     parser.add_argument("--sampling", nargs="*", type=int, default=[], metavar="R", help="rows")
     parser.add_argument("--linear", nargs="*", type=int, default=[], metavar="T", help="rows")
@@ -215,9 +243,9 @@ def main() -> None:
     for name, dtype, size in product(args.names, args.dtypes, args.steps):
         T, B = map(int, size.split("x"))
         if args.rope_write:
-            compiled = compile_rope_write(mesh, dtype, T, **SHAPES[name])
+            compiled = compile_rope_write(mesh, dtype, T, pages=args.pages, **SHAPES[name])
         else:
-            compiled = compile_step(mesh, dtype, T, B, T == B, **SHAPES[name])
+            compiled = compile_step(mesh, dtype, T, B, T == B, pages=args.pages, **SHAPES[name])
         temporary = compiled.memory_analysis().temp_size_in_bytes
         print(f"compiled {name} {dtype} {size}: {temporary} bytes", flush=True)
 

@@ -47,6 +47,15 @@ def test_other_head_dims_and_dtypes() -> None:
     assert len(compiled(*arguments, "--dtypes", "float32", "float16")) == 12
 
 
+@pytest.mark.parametrize("pages", ["float8_e4m3fn", "float8_e5m2", "int8"])
+def test_pages_of_one_byte(pages: str) -> None:
+    names = ("--names", "qwen2.5-7b", "head-80", "--pages", pages)
+    assert len(compiled(*names, "--steps", "8x8", "2048x256")) == 4
+    lines = compiled("--rope-write", *names, "--steps", "1x1", "64x64")
+    assert len(lines) == 4
+    assert all(int(line.split()[-2]) < 1 << 20 for line in lines)  # no copy of the pool
+
+
 def test_rope_write_in_place() -> None:
     arguments = ("--rope-write", "--steps", "1x1", "64x64", "4096x4096")
     lines = compiled(*arguments, "--dtypes", "bfloat16", "float32")

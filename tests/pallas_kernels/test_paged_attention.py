@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from ragged_attention import Ragged, attention_by_definition, ragged_batch
+from ragged_attention import Ragged, attention_by_definition, in_one_byte, ragged_batch
 
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.write_kv_pages import write_kv_pages
@@ -148,7 +148,7 @@ def layers(q_TNH, pages_P2KSH, table, starts, lengths, num_decodes, num_seqs, *,
     slot_T = jnp.zeros_like(page_T)
     for _ in range(3):
         k_TKH = q_TNH[:, : pages_P2KSH.shape[2]]
-        pages_P2KSH = write_kv_pages(k_TKH, k_TKH, pages_P2KSH, page_T, slot_T)
+        pages_P2KSH, _ = write_kv_pages(k_TKH, k_TKH, pages_P2KSH, page_T, slot_T)
         q_TNH = paged_attention(
             q_TNH,
             pages_P2KSH,
@@ -179,3 +179,11 @@ def test_donated_pages_are_never_copied(dtype: str, decode_only: bool) -> None:
     ).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < r.pages_P2KSH.nbytes / 4
     assert compiled.memory_analysis().alias_size_in_bytes >= r.pages_P2KSH.nbytes
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize("options", [{}, {"window": 100, "softcap": 3.0}], ids=str)
+def test_pages_of_one_byte(dtype: str, options: dict[str, float]) -> None:
+    r = ragged_batch(MIXED, T=256, B=8)
+    check(in_one_byte(r, dtype), **options)
+    check(in_one_byte(r.replace(q_TNH=r.q_TNH.astype("bfloat16")), dtype), atol=2e-2, **options)

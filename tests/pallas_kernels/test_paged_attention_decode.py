@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ragged_attention import Ragged, attention_by_definition, ragged_batch
+from ragged_attention import Ragged, attention_by_definition, in_one_byte, ragged_batch
 
 from pallas_kernels.paged_attention_decode import (
     TuningConfig,
@@ -21,7 +21,8 @@ CUT = TuningConfig(block_keys=16, num_warps=2, num_stages=2, programs=12)
 
 
 def attention(r: Ragged, config: TuningConfig = CUT, scale: float = 0.25, **options) -> np.ndarray:
-    decode = partial(paged_attention_decode, scale=scale, config=config, interpret=True, **options)
+    options |= {"scale": scale, "page_scales": r.page_scales}
+    decode = partial(paged_attention_decode, config=config, interpret=True, **options)
     out = jax.jit(decode)(
         r.q_TNH, r.pages_P2KSH, r.page_table_BM, kv_len_B=r.kv_len_B, num_decodes=r.num_decodes
     )
@@ -155,3 +156,28 @@ def test_settings_depend_on_static_shapes() -> None:
     assert large != tuning_config(B=1, K=8, H=128, bytes_per_element=2)
     wide = tuning_config(B=256, K=8, H=128, bytes_per_element=4)
     assert wide.block_keys < large.block_keys
+
+
+ONE_BYTE = ["float8_e4m3fn", "float8_e5m2", "int8"]
+
+
+@pytest.mark.parametrize("dtype", ONE_BYTE)
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ({}, {}),
+        ({"N": 7, "K": 1, "H": 80, "S": 32, "M": 4}, {"window": 30}),
+        ({"N": 16, "K": 1, "H": 32, "S": 64, "M": 2}, {"softcap": 3.0}),
+    ],
+    ids=str,
+)
+def test_pages_of_one_byte(dtype: str, shape: dict, options: dict) -> None:
+    check(in_one_byte(batch(100, 20, **shape), dtype), **options)
+
+
+@pytest.mark.parametrize("dtype", ONE_BYTE)
+def test_half_precision_reads_pages_of_one_byte_in_pairs(dtype: str) -> None:
+    """Queries of any size: in float16, each row is over a power of two of its own."""
+    r = batch(100, 20, dtype="bfloat16", N=4, K=2, H=48)
+    r = r.replace(q_TNH=r.q_TNH * jnp.asarray([1e5, 1, 1e-5, 0.1], "bfloat16")[:, None])
+    check(in_one_byte(r, dtype), atol=2e-2, scale=0.1)

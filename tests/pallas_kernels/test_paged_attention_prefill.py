@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ragged_attention import Ragged, attention_by_definition, ragged_batch
+from ragged_attention import Ragged, attention_by_definition, in_one_byte, ragged_batch
 
 from pallas_kernels.paged_attention_prefill import (
     TuningConfig,
@@ -108,3 +108,18 @@ def test_a_step_of_decodes(T: int) -> None:
     step = partial(paged_attention_triton, scale=0.25, decode_only=True, interpret=True)
     got = jax.jit(step)(**vars(r))
     np.testing.assert_allclose(got, attention_by_definition(r, scale=0.25), atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [({}, {}), ({"N": 7, "K": 1, "H": 80}, {"window": 20, "softcap": 9.0})],
+    ids=str,
+)
+def test_a_mixed_step_on_pages_of_one_byte(dtype: str, shape: dict, options: dict) -> None:
+    q_dtype, atol = ("bfloat16", 2e-2) if shape else ("float32", 2e-6)
+    r = in_one_byte(ragged_batch(MIXED, T=32, B=6, dtype=q_dtype, **shape), dtype)
+    step = partial(paged_attention_triton, scale=0.25, interpret=True, **options)
+    got = np.asarray(jax.jit(step)(**vars(r)), np.float32)
+    want = attention_by_definition(r, scale=0.25, **options)
+    np.testing.assert_allclose(got, want, atol=atol, rtol=atol)

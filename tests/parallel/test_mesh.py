@@ -41,7 +41,7 @@ def test_what_is_split_and_what_is_whole() -> None:
     assert layer["mlp"]["down"]["kernel"] == ("model", None)
     assert specs["embed"]["table"] == ("model", None)
     assert layer["attention_norm"]["scale"] == (None,)
-    assert kv_pages_sharding(TWO).spec == PartitionSpec(None, None, "model", None, None)
+    assert kv_pages_sharding(TWO).spec == PartitionSpec(None, None, "model")
     assert replicated(TWO).spec == PartitionSpec()
 
 

@@ -44,6 +44,19 @@ def test_auto_length_is_what_fits() -> None:
         plan(LLAMA, num_gpu_blocks_override=5)
 
 
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3", "fp8_e5m2", "int8"])
+def test_pages_of_one_byte_hold_nearly_twice_the_tokens(dtype: str) -> None:
+    config = EngineConfig(max_num_seqs=256, kv_cache_dtype=dtype)
+    model = LLAMA | {"head_dim": 128, "max_position_embeddings": 1 << 16}
+    half = jnp.dtype("bfloat16")
+    one, two = (
+        make_plan(c, load_spec(model), half, "gpu", serving=True).with_pages(c, 1 << 30)
+        for c in (config, EngineConfig(max_num_seqs=256))
+    )
+    assert one.kv.num_pages >= 1.9 * two.kv.num_pages
+    assert one.kv.num_pages * one.kv.page_bytes <= 1 << 30
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

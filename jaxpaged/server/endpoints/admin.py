@@ -6,9 +6,11 @@ Part of the application only with --enable-admin.
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import platformdirs
 from fastapi import APIRouter
 
 import jaxpaged
@@ -27,10 +29,16 @@ async def reset_prefix_cache(context: Context) -> dict[str, bool]:
 
 
 @router.post("/start_profile")
-async def start_profile(context: Context) -> dict[str, str | None]:
-    """Begin a trace of the engine's process for XProf or Perfetto, in --profile-dir."""
-    folder = await context.engine.command("start_profile", context.config.profile_dir)
-    return {"folder": folder}
+async def start_profile(context: Context) -> dict[str, str]:
+    """Begin a trace of the engine's process for XProf or Perfetto, in --profile-dir; of several
+    engines, each in a folder of its own there.
+    """
+    given = context.config.profile_dir
+    folder = Path(given) if given else Path(platformdirs.user_cache_dir("jaxpaged")) / "profiles"
+    numbers = range(len(context.engine.replicas))
+    folders = [str(folder / f"engine-{number}") for number in numbers]
+    await context.engine.command("start_profile", folders if len(folders) > 1 else [str(folder)])
+    return {"folder": str(folder)}
 
 
 @router.post("/stop_profile")
@@ -53,4 +61,11 @@ async def server_info(context: Context) -> dict[str, Any]:
         "engine_config": dataclasses.asdict(context.engine.config),
         "engine_info": msgspec.to_builtins(context.engine.info),
         "engine_stats": msgspec.to_builtins(context.engine.stats),
+        "engines": [
+            {
+                "dead": replica.dead and replica.dead.message,
+                "stats": msgspec.to_builtins(replica.stats),
+            }
+            for replica in context.engine.replicas
+        ],
     }

@@ -38,11 +38,16 @@ class PoolState(BaseModel):
 
 
 class EngineState(BaseModel):
-    """Gauges as they are; the others are sums since the start, for rates between two calls."""
+    """Gauges as they are; the others are sums since the start, for rates between two calls.
+
+    Of several engines they are told together; the pool is that of one.
+    """
 
     time: float = Field(description="seconds since 1970")
     model: str
-    num_pages: int
+    num_engines: int
+    engine: int = Field(description="whose pool is told of: the first that lives")
+    num_pages: int = Field(description="of one engine")
     page_size: int = Field(description="tokens a page")
     num_requests_running: int
     num_requests_waiting: int
@@ -61,12 +66,14 @@ class EngineState(BaseModel):
 async def engine_state(context: Context) -> EngineState:
     """What the page at / draws. Cheap enough to be asked a few times a second."""
     engine = context.engine
-    picture = await engine.pool()
-    stats, totals = engine.stats, engine.metrics.totals
+    replica, picture = await engine.pool()
+    stats, totals = engine.stats, engine.metrics.totals()
     return EngineState(
         time=time.time(),
         model=context.model_name,
-        num_pages=engine.info.num_pages,
+        num_engines=len(engine.replicas),
+        engine=replica.number,
+        num_pages=replica.info.num_pages,
         page_size=engine.info.page_size,
         num_requests_running=stats.num_running,
         num_requests_waiting=stats.num_waiting,
@@ -74,9 +81,9 @@ async def engine_state(context: Context) -> EngineState:
         num_preemptions=stats.num_preemptions,
         prefix_cache_queries=stats.prefix_cache_queries,
         prefix_cache_hits=stats.prefix_cache_hits,
-        prompt_tokens=totals.prompt_tokens,
-        generation_tokens=totals.generation_tokens,
-        first_tokens=totals.first_tokens,
+        prompt_tokens=int(totals.prompt_tokens),
+        generation_tokens=int(totals.generation_tokens),
+        first_tokens=int(totals.first_tokens),
         first_token_seconds=totals.first_token_seconds,
         pool=None
         if picture is None

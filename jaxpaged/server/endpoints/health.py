@@ -14,10 +14,15 @@ router = APIRouter(tags=["operation"])
 @router.get("/health", response_class=Response)
 @router.head("/health", include_in_schema=False)
 async def health(context: Context) -> Response:
-    """200 while the engine lives, 503 after."""
-    if context.engine.dead is not None:
-        raise context.engine.dead
-    return Response()
+    """200 while an engine lives, with a line about those that are dead; 503 after."""
+    engine = context.engine
+    if engine.dead is not None:
+        raise engine.dead
+    dead = [replica.dead.message for replica in engine.replicas if replica.dead is not None]
+    if not dead:
+        return Response()
+    said = f"degraded: {len(dead)} of {len(engine.replicas)} engines dead: {'; '.join(dead)}\n"
+    return Response(said, media_type="text/plain")
 
 
 @router.get("/ping", response_class=Response)

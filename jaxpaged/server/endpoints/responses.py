@@ -71,7 +71,7 @@ async def delete_response(response_id: str, context: Context) -> DeletedResponse
 
 
 def _stored(context: ServerContext, response_id: str) -> StoredResponse:
-    stored = context.responses.get(response_id)
+    stored = context.stored_response(response_id)
     if stored is None:
         raise NotFoundError(f"there is no response {response_id!r}", "response_id")
     return stored
@@ -84,7 +84,7 @@ async def _prepare(request: Request, context: ServerContext, body: ResponsesRequ
     shown = body.top_logprobs or 0 if LOGPROBS in (body.include or ()) else None
     overrides = {"max_tokens": body.max_output_tokens, "logprobs": shown, **tools.overrides}
     params = sampling_params(body, context, **overrides)
-    turns = conversation(body, context.responses)
+    turns = conversation(body, context.stored_response)
     system = [ChatMessage(role="system", content=body.instructions)] if body.instructions else []
     kwargs = {**(body.chat_template_kwargs or {})}
     if body.reasoning is not None and body.reasoning.effort is not None:
@@ -122,7 +122,7 @@ def _begin(
         prompt_cache_key=body.prompt_cache_key,
         reasoning=body.reasoning or Reasoning(),
         safety_identifier=body.safety_identifier,
-        store=body.store is not False,
+        store=body.store is not False and context.stores_responses,
         temperature=params.temperature,
         text=body.text or TextSettings(),
         tool_choice=body.tool_choice or "auto",

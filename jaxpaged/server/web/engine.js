@@ -60,9 +60,13 @@ export function startEngine(call) {
     drawCurve();
     if (state.pool) {
       pool.show(state);
+      const pages = state.num_pages.toLocaleString("en");
+      const owner = state.num_engines > 1
+        ? ` of engine ${state.engine} (there are ${state.num_engines})`
+        : "";
       $("sampled").textContent = state.pool.stride > 1
-        ? `One in ${state.pool.stride} of ${state.num_pages.toLocaleString("en")} pages is drawn.`
-        : `All ${state.num_pages.toLocaleString("en")} pages are drawn.`;
+        ? `One in ${state.pool.stride} of ${pages} pages${owner} is drawn.`
+        : `All ${pages} pages${owner} are drawn.`;
       listOwners(newestFirst(state.pool.sequences));
     }
     last = state;

@@ -1,0 +1,144 @@
+"""One engine as a front end knows it: how it stands, what it is asked, when it is dead."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import msgspec
+
+from jaxpaged.engine.core_client import CoreClient, FrontEnd
+from jaxpaged.engine.errors import BadRequestError, EngineDeadError
+from jaxpaged.engine.messages import (
+    Command,
+    CommandDone,
+    EngineInfo,
+    EngineStats,
+    FrontMessage,
+    PoolSnapshot,
+    SequenceOutput,
+)
+from jaxpaged.engine.metrics import Metrics, MetricsRegistry
+from jaxpaged.engine.pool_watch import PoolWatch
+
+
+class Replica:
+    """One of the engines that serve the same model.
+
+    Args:
+        number: which.
+        core: the sockets to its process.
+        info: what it settled on.
+        metrics: its series.
+        records_steps: whether this front end counts its steps; of several, one does.
+    """
+
+    def __init__(
+        self, number: int, core: CoreClient, info: EngineInfo, metrics: Metrics, records_steps: bool
+    ) -> None:
+        self.number, self.info, self.metrics = number, info, metrics
+        self.stats = EngineStats()
+        self.dead: EngineDeadError | None = None
+        self._core, self._records_steps = core, records_steps
+        self._pool_watch = PoolWatch(self.send)
+        self._commands: dict[int, asyncio.Future[CommandDone]] = {}  # by number, unanswered
+        self._record()
+
+    def send(self, message: FrontMessage) -> None:
+        """Send without waiting; nothing happens if it is dead."""
+        if self.dead is None:
+            self._core.send(message)
+
+    async def news(self) -> AsyncIterator[list[SequenceOutput]]:
+        """What each step brings, without end.
+
+        Raises:
+            EngineDeadError: it failed or its process ended.
+        """
+        async for message in self._core.news():
+            if isinstance(message, CommandDone):
+                waiting = self._commands.get(message.number)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(message)
+                continue
+            self.stats = message.stats
+            self._record()
+            self._pool_watch.take(message.pool)
+            yield message.outputs
+
+    async def command(self, command: Command) -> str | None:
+        """Have it do something beside requests.
+
+        Raises:
+            BadRequestError: it cannot be done now; in the core's words.
+            EngineDeadError: it died, before or meanwhile.
+        """
+        if self.dead is not None:
+            raise self.dead
+        answer = asyncio.get_running_loop().create_future()
+        self._commands[command.number] = answer
+        self._core.send(command)
+        try:
+            done: CommandDone = await answer
+        finally:
+            del self._commands[command.number]
+        if done.error is not None:
+            raise BadRequestError(done.error)
+        return done.result
+
+    async def pool(self) -> PoolSnapshot | None:
+        """A picture of its page pool, some tenths of a second old."""
+        return await self._pool_watch.look()
+
+    def die(self, error: EngineDeadError) -> None:
+        """It will never answer again."""
+        self.dead = error
+        idle = {"num_running": 0, "num_waiting": 0, "kv_cache_usage": 0.0, "iteration_tokens": 0}
+        self.stats = msgspec.structs.replace(self.stats, **idle, device_step_seconds=0.0)
+        self._record()
+        for waiting in self._commands.values():
+            if not waiting.done():
+                waiting.set_exception(error)
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._core.close()
+
+    def _record(self) -> None:
+        if self._records_steps:
+            self.metrics.step(self.stats, alive=self.dead is None)
+
+
+async def connect(front_end: FrontEnd, registry: MetricsRegistry) -> list[Replica]:
+    """All engines, once they are ready.
+
+    Raises:
+        EngineStartError: one could not start.
+    """
+    cores = [CoreClient(front_end, number) for number in range(front_end.num_engines)]
+    try:
+        infos = [await core.wait_ready() for core in cores]
+    except BaseException:
+        for core in cores:
+            core.close()
+        raise
+    return [
+        Replica(number, core, info, Metrics(registry, info, number), front_end.index == 0)
+        for number, (core, info) in enumerate(zip(cores, infos, strict=True))
+    ]
+
+
+def together(replicas: Sequence[Replica]) -> EngineStats:
+    """The state of all engines as if they were one; what belongs to one step is left out."""
+    stats = [replica.stats for replica in replicas]
+    pages = sum(replica.info.num_pages for replica in replicas if replica.dead is None)
+    held = sum(r.stats.kv_cache_usage * r.info.num_pages for r in replicas)
+    return EngineStats(
+        num_running=sum(one.num_running for one in stats),
+        num_waiting=sum(one.num_waiting for one in stats),
+        kv_cache_usage=held / pages if pages else 0.0,
+        num_preemptions=sum(one.num_preemptions for one in stats),
+        prefix_cache_queries=sum(one.prefix_cache_queries for one in stats),
+        prefix_cache_hits=sum(one.prefix_cache_hits for one in stats),
+        step_compilations=sum(one.step_compilations for one in stats),
+    )

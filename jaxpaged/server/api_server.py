@@ -1,0 +1,62 @@
+"""One of several server processes: `python -m jaxpaged.server.api_server`.
+
+Reads what it is to do from standard input: settings may hold keys. Ends when its parent has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from socket import socket
+
+import msgspec
+
+from jaxpaged.engine.core_client import FrontEnd
+from jaxpaged.engine.errors import EngineStartError
+from jaxpaged.error_log import log_to_stderr
+from jaxpaged.server.run import Service, run_server
+
+PARENT_SECONDS = 1.0  # how often it looks whether its parent still lives
+FIRST_WORD_SECONDS = 2.0  # for the first server to tell what all of them fail at
+
+
+class ApiServer(msgspec.Struct):
+    """What it is to do.
+
+    Args:
+        listener: file descriptor of the socket to listen on.
+    """
+
+    service: Service
+    listener: int
+    front_end: FrontEnd
+
+
+def main() -> int:
+    """Serve; the exit status is that of `jaxpaged serve`."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    told = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ApiServer)
+    index = told.front_end.index
+    log_to_stderr(told.service.server.uvicorn_log_level, f"server {index}")
+    try:
+        with socket(fileno=told.listener) as listener:
+            return run_server(told.service, listener, front_end=told.front_end)
+    except (ValueError, OSError, ImportError, EngineStartError) as error:
+        if index:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # uvloop's handler outlives its loop
+            time.sleep(FIRST_WORD_SECONDS)
+        print(f"jaxpaged: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1 if isinstance(error, EngineStartError) else 2
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(PARENT_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

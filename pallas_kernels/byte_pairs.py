@@ -1,0 +1,95 @@
+"""Pages of one byte read as pairs, the way tensor cores like their operands.
+
+Two neighbours of a row, an even column and an odd one, come as one number of 16 bits: what is
+loaded is as wide as what is multiplied, so that it goes from memory to registers by the same
+instructions as half precision. There a few instructions make two float16 of every four bytes; what
+Triton itself makes of a conversion takes longer than the bytes do. Products of rows are then sums
+over even and odd columns.
+
+These functions run inside kernels of Pallas' Triton dialect.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels.page_scales import FLOAT8
+
+# PTX from two pairs, $1, to their even halves or their odd ones, $0.
+CONVERSIONS = {
+    "float8_e4m3fn": tuple(
+        f"""{{
+            .reg .b32 sorted;
+            .reg .b16 two, rest;
+            prmt.b32 sorted, $1, 0, {bytes};
+            mov.b32 {{two, rest}}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, two;
+        }}"""
+        for bytes in ("0x4420", "0x4431")
+    ),
+    # The upper byte of a float16.
+    "float8_e5m2": ("prmt.b32 $0, $1, 0, 0x2404;", "and.b32 $0, $1, 0xff00ff00;"),
+    # 1152 + x has x + 128 as its lower byte.
+    "int8": tuple(
+        f"""{{
+            .reg .b32 sum, bias;
+            prmt.b32 sum, $1, 0, {bytes};
+            xor.b32 sum, sum, 0x64806480;
+            mov.b32 bias, 0x64806480;
+            sub.f16x2 $0, sum, bias;
+        }}"""
+        for bytes in ("0x4240", "0x4341")
+    ),
+}
+
+
+def as_pairs(pages_P2KSH: jax.Array) -> jax.Array:
+    """uint16[P, 2, K, S, H / 2]: the same memory."""
+    shape = pages_P2KSH.shape
+    pairs = pages_P2KSH.reshape(*shape[:-1], shape[-1] // 2, 2)
+    return lax.bitcast_convert_type(pairs, jnp.uint16)
+
+
+def as_bytes(pages_P2KSH: jax.Array) -> jax.Array:
+    """Floats of eight bits as int8, the same memory: those no masked load can fill up."""
+    if pages_P2KSH.dtype in FLOAT8:
+        return lax.bitcast_convert_type(pages_P2KSH, jnp.int8)
+    return pages_P2KSH
+
+
+def even_and_odd(pair: jax.Array, stored: Any, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """The float16 halves of numbers of a dtype of one byte.
+
+    Args:
+        interpret: by plain JAX, for any platform.
+    """
+    if interpret:
+        both = lax.bitcast_convert_type(lax.bitcast_convert_type(pair, jnp.uint8), stored)
+        return both[..., 0].astype(jnp.float16), both[..., 1].astype(jnp.float16)
+    half = jax.ShapeDtypeStruct(pair.shape, jnp.float16)
+    even, odd = (
+        pltriton.elementwise_inline_asm(
+            asm, args=[pair], constraints="=r,r", pack=2, result_shape_dtypes=[half]
+        )[0]
+        for asm in CONVERSIONS[jnp.dtype(stored).name]
+    )
+    return even, odd
+
+
+def split_columns(x_RH: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Even and odd columns, [R, H / 2] each."""
+    R, H = x_RH.shape
+    even, odd = jnp.split(x_RH.reshape(R, H // 2, 2), 2, axis=2)
+    return even.reshape(R, H // 2), odd.reshape(R, H // 2)
+
+
+def join_columns(even_RD: jax.Array, odd_RD: jax.Array) -> jax.Array:
+    """The reverse."""
+    R, D = even_RD.shape
+    both = jnp.concatenate((even_RD[:, :, None], odd_RD[:, :, None]), axis=2)
+    return both.reshape(R, 2 * D)

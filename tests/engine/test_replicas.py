@@ -1,0 +1,136 @@
+"""AsyncLLM with two fake cores: who gets a request, who hears of its end, and who dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import Awaitable, Callable
+
+import pytest
+from fake_server import FAKE_CORE
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.engine.async_llm import AsyncLLM
+from jaxpaged.engine.errors import BadRequestError, EngineDeadError, EngineStartError
+from jaxpaged.engine.llm import LLM
+from jaxpaged.engine.messages import Command
+from jaxpaged.sampling_params import SamplingParams
+
+ENDLESS = SamplingParams(ignore_eos=True, max_tokens=200)
+FEW = SamplingParams(ignore_eos=True, max_tokens=3)
+
+
+def with_engines(work: Callable[[AsyncLLM], Awaitable[None]], *core: str, **settings) -> None:
+    async def run() -> None:
+        config = EngineConfig(skip_tokenizer_init=True, data_parallel_size=2, **settings)
+        engine = AsyncLLM(config, core_command=(*FAKE_CORE, *core))
+        await engine.start()
+        try:
+            await work(engine)
+        finally:
+            await engine.shutdown()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not true():
+            await asyncio.sleep(0.01)
+
+
+def running(engine: AsyncLLM) -> list[int]:
+    return [replica.stats.num_running for replica in engine.replicas]
+
+
+def series(engine: AsyncLLM, name: str, number: int) -> float:
+    found = re.search(
+        rf'^\w+:{name}{{engine="{number}".*}} (\S+)$', engine.metrics.text().decode(), re.M
+    )
+    assert found is not None, engine.metrics.text().decode()
+    return float(found[1])
+
+
+def test_load_spreads_prefixes_gather_and_aborts_arrive():
+    async def work(engine: AsyncLLM) -> None:
+        streams = [engine.generate([5 + at], ENDLESS, str(at)) for at in range(4)]
+        for stream in streams:
+            await anext(stream)
+        await until(lambda: running(engine) == [2, 2])
+        assert engine.stats.num_running == 4
+        assert engine.metrics.totals().first_tokens == 4
+        await streams[0].aclose()
+        await streams[2].aclose()
+        await until(lambda: running(engine) == [0, 2])
+        for stream in streams:
+            await stream.aclose()
+        await until(lambda: running(engine) == [0, 0])
+
+        long = list(range(5, 105))
+        for at in range(4):
+            stream = engine.generate([*long, at], SamplingParams(max_tokens=3, n=2), "long")
+            async for _ in stream:
+                pass
+        prompts = [series(engine, "prompt_tokens_total", number) for number in (0, 1)]
+        assert sorted(prompts) == [2, 2 + 4 * 101], "whoever computed the prefix got the rest"
+        assert series(engine, "num_requests_running", 1) == 0
+
+    with_engines(work, "--step-seconds", "0.01")
+
+
+def test_a_dead_engine_takes_its_own_requests_along_and_no_others():
+    async def work(engine: AsyncLLM) -> None:
+        async def collect(first: int) -> int:
+            count = 0
+            async for output in engine.generate([first], ENDLESS, str(first)):
+                count += len(output.outputs[0].token_ids)
+            return count
+
+        waiting = [asyncio.create_task(collect(5 + at)) for at in range(4)]
+        await until(lambda: running(engine) == [2, 2])
+        os.kill(engine._fleet.pids[1], signal.SIGKILL)
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        died = [result for result in results if isinstance(result, EngineDeadError)]
+        assert [result for result in results if result not in died] == [200, 200]
+        assert len(died) == 2 and "engine 1's process" in str(died[0]) and "-9" in str(died[0])
+        assert engine.dead is None and engine.replicas[1].dead is not None
+        assert [series(engine, "engine_up", number) for number in (0, 1)] == [1, 0]
+        assert series(engine, "num_requests_running", 1) == 0
+        assert await asyncio.gather(*(collect(5) for _ in range(3))) == [200] * 3
+        await engine.command("reset_prefix_cache")
+        replica, picture = await engine.pool()
+        assert replica.number == 0 and picture is not None
+        os.kill(engine._fleet.pids[0], signal.SIGKILL)
+        await asyncio.wait_for(engine.wait_dead(), 5)
+        for work in (collect(5), engine.command("reset_prefix_cache"), engine.pool()):
+            with pytest.raises(EngineDeadError):
+                await work
+
+    with_engines(work, "--step-seconds", "0.005")
+
+
+def test_commands_go_to_all():
+    async def work(engine: AsyncLLM) -> None:
+        await engine.command("start_profile", ["a", "b"])
+        for replica in engine.replicas:  # each runs one already
+            with pytest.raises(BadRequestError, match="already"):
+                await replica.command(Command(1000 + replica.number, "start_profile", "c"))
+
+    with_engines(work)
+
+
+def test_engines_that_cannot_start_say_why_once():
+    async def run() -> None:
+        config = EngineConfig(skip_tokenizer_init=True, data_parallel_size=2)
+        engine = AsyncLLM(config, core_command=(*FAKE_CORE, "--refuse", "no-room"))
+        with pytest.raises(EngineStartError, match="^no-room$"):
+            await engine.start()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_an_llm_is_one_engine():
+    with pytest.raises(ValueError, match="data_parallel_size 2 needs `jaxpaged serve`"):
+        LLM(data_parallel_size=2)
