@@ -98,8 +98,9 @@ def tuning_config(
     """The setting for T rows of D terms and F outputs, `group` terms to a scale."""
     block_in = min(128, group & -group)
     splits = max(1, min(round(2 * PROGRAMS / (F // 64)), D // block_in // 2, 64))
-    # 8-bit floats on both sides are multiplied as such from 64 rows on, and widened before.
-    few = 64 if rows_dtype == E4M3 else 16
+    # 8-bit floats on both sides are multiplied as such by 64 rows, and widened by fewer; but so many
+    # rows of parts cost more where a sum is shared out.
+    few = 64 if rows_dtype == E4M3 and splits == 1 else 16
     rows = few if few >= T else 32 if T <= 32 else 64
     return TuningConfig(64, rows, block_in, splits, 4, 5)
 
