@@ -92,14 +92,12 @@ class TuningConfig:
         )
 
 
-def tuning_config(
-    *, T: int, D: int, F: int, group: int, rows_dtype: Any, kernel_dtype: Any
-) -> TuningConfig:
+def tuning_config(*, T: int, D: int, F: int, group: int, rows_dtype: Any) -> TuningConfig:
     """The setting for T rows of D terms and F outputs, `group` terms to a scale."""
     block_in = min(128, group & -group)
     splits = max(1, min(round(2 * PROGRAMS / (F // 64)), D // block_in // 2, 64))
-    # 8-bit floats on both sides are multiplied as such by 64 rows, and widened by fewer; but so many
-    # rows of parts cost more where a sum is shared out.
+    # 8-bit floats on both sides are multiplied as such by 64 rows, and widened by fewer; but parts
+    # of so many rows cost more where a sum is shared out.
     few = 64 if rows_dtype == E4M3 and splits == 1 else 16
     rows = few if few >= T else 32 if T <= 32 else 64
     return TuningConfig(64, rows, block_in, splits, 4, 5)
@@ -153,9 +151,7 @@ def quantized_linear(
         raise ValueError(f"rows of {D} do not fit {kernel_FX.shape} with {scale.shape} scales")
     if kernel_FX.dtype not in (E4M3, jnp.int8, jnp.uint8):
         raise ValueError(f"expected a kernel in e4m3, int8 or uint8, got {kernel_FX.dtype}")
-    config = config or tuning_config(
-        T=T, D=D, F=F, group=group, rows_dtype=x_TD.dtype, kernel_dtype=kernel_FX.dtype
-    )
+    config = config or tuning_config(T=T, D=D, F=F, group=group, rows_dtype=x_TD.dtype)
     if x_TD.dtype.name not in _CONSTANTS and not x_TD.dtype == kernel_FX.dtype == E4M3:
         raise ValueError(f"rows in {x_TD.dtype} do not go with a kernel in {kernel_FX.dtype}")
     if not config.fits(D, F, group):
