@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -71,7 +70,7 @@ class HostRunner:
 
     def __init__(self, plan: EnginePlan) -> None:
         self.plan = plan
-        self.executables = SimpleNamespace(late_compilations=0)
+        self.late_compilations = 0
         self._slots = SlotTable(plan.max_num_seqs, plan.vocab)
         self._builder = BatchBuilder(plan.shapes, plan.buckets, self._slots)
         self._rng = np.random.default_rng(0)
@@ -104,8 +103,7 @@ def make_core(model: Path, batch: int) -> EngineCore:
     spec = load_spec(json.loads(model.read_text()))
     plan = make_plan(config, spec, jnp.dtype(jnp.bfloat16), "gpu", serving=True)
     runner: Any = HostRunner(plan.with_pages(config, 0))
-    nothing: Any = None
-    started = Started(runner, nothing, nothing, "none", "gpu", "bfloat16", {})
+    started = Started(runner, "none", "gpu", "bfloat16", {})
     with mock.patch.object(engine_core, "start_runner", lambda *_, **__: started):
         return EngineCore(config)
 

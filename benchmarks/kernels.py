@@ -79,10 +79,28 @@ def lengths(B: int, mean: int, ragged: bool) -> np.ndarray:
     return np.clip(drawn * mean / drawn.mean(), 1, 8 * mean).astype(np.int32)
 
 
-def make_pool(heads: Heads) -> jax.Array:
-    """A pool of 2 GiB of random keys and values in bfloat16."""
+def make_pool(heads: Heads, pages: str = "bfloat16") -> jax.Array:
+    """As many random keys and values as take 2 GiB in bfloat16; integers have their range."""
     shape = (heads.pages, 2, heads.K, S, heads.H)
-    return jax.jit(partial(jax.random.normal, shape=shape, dtype=jnp.bfloat16))(jax.random.key(0))
+
+    @jax.jit
+    def make(key: jax.Array) -> jax.Array:
+        pool = jax.random.normal(key, shape, jnp.bfloat16)
+        return (jnp.clip(pool * 30, -127, 127) if pages == "int8" else pool).astype(pages)
+
+    return make(jax.random.key(0))
+
+
+def scales_shape(heads: Heads, pages: str) -> tuple[int, ...] | None:
+    """Of the scales of pages of this dtype."""
+    if pages == "bfloat16":
+        return None
+    return (heads.pages, 2, heads.K, S) if pages == "int8" else (2, heads.K)
+
+
+def row_bytes(heads: Heads, pages: str) -> int:
+    """Of a key or a value of one head, its scale included if it has one of its own."""
+    return {"bfloat16": 2 * heads.H, "int8": heads.H + 4}.get(pages, heads.H)
 
 
 @cache
@@ -125,11 +143,19 @@ def calls_of(B: int) -> int:
     return 28 if B > 8 else 56
 
 
-def compile_decode(heads: Heads, B: int, config: decode.TuningConfig | None) -> Any:
-    """An executable (q, pool, tables, lengths) -> q for a chain of decode attentions."""
+def compile_decode(
+    heads: Heads, B: int, config: decode.TuningConfig | None, pages: str = "bfloat16"
+) -> Any:
+    """An executable (q, pool, scales, tables, lengths) -> q for a chain of decode attentions."""
 
     @jax.jit
-    def one(q: jax.Array, pool: jax.Array, table: jax.Array, kv_len: jax.Array) -> jax.Array:
+    def one(
+        q: jax.Array,
+        pool: jax.Array,
+        scales: jax.Array | None,
+        table: jax.Array,
+        kv_len: jax.Array,
+    ) -> jax.Array:
         return decode.paged_attention_decode(
             q,
             pool,
@@ -138,28 +164,38 @@ def compile_decode(heads: Heads, B: int, config: decode.TuningConfig | None) -> 
             num_decodes=jnp.int32(B),
             scale=heads.H**-0.5,
             config=config,
+            page_scales=scales,
         )
 
     @partial(jax.jit, donate_argnums=0)
     def chain(
-        q: jax.Array, pool: jax.Array, tables: Sequence[jax.Array], kv_len: jax.Array
+        q: jax.Array,
+        pool: jax.Array,
+        scales: jax.Array | None,
+        tables: Sequence[jax.Array],
+        kv_len: jax.Array,
     ) -> jax.Array:
         for table in tables:
-            q = one(q, pool, table, kv_len)
+            q = one(q, pool, scales, table, kv_len)
         return q
 
     like = jax.ShapeDtypeStruct
-    table = like((B, MAX_CONTEXT // S), jnp.int32)
+    table, scales = like((B, MAX_CONTEXT // S), jnp.int32), scales_shape(heads, pages)
     return chain.lower(
         like((B, heads.N, heads.H), jnp.bfloat16),
-        like((heads.pages, 2, heads.K, S, heads.H), jnp.bfloat16),
+        like((heads.pages, 2, heads.K, S, heads.H), jnp.dtype(pages)),
+        None if scales is None else like(scales, jnp.float32),
         [table] * calls_of(B),
         like((B,), jnp.int32),
     ).compile()
 
 
 def time_decode(
-    heads: Heads, pool: jax.Array, work: tuple[int, int, bool], compiled: Any
+    heads: Heads,
+    pool: jax.Array,
+    work: tuple[int, int, bool],
+    compiled: Any,
+    pages: str = "bfloat16",
 ) -> dict[str, Any]:
     """Time and share of the floor of one kind of work."""
     B, mean, ragged = work
@@ -167,10 +203,13 @@ def time_decode(
     tables = page_tables(heads, tuple(kv_len_B.tolist()), calls_of(B))
     on_device = jnp.asarray(kv_len_B)
     q = jax.random.normal(jax.random.key(2), (B, heads.N, heads.H), jnp.bfloat16)
-    taken = seconds(lambda q: compiled(q, pool, tables, on_device), q, calls_of(B))
-    floor = int(kv_len_B.sum()) * heads.bytes_per_token / COPY_RATE
+    shape = scales_shape(heads, pages)
+    scales = None if shape is None else jnp.full(shape, 0.03)
+    taken = seconds(lambda q: compiled(q, pool, scales, tables, on_device), q, calls_of(B))
+    floor = int(kv_len_B.sum()) * 2 * heads.K * row_bytes(heads, pages) / COPY_RATE
     return {
         "heads": str(heads),
+        "pages": pages,
         "work": f"{'ragged, ' if ragged else ''}B {B}, context {mean}",
         "floor_us": round(floor * 1e6, 1),
         "us": round(taken * 1e6, 1),
@@ -261,20 +300,30 @@ def main() -> None:
     parser.add_argument(
         "--prompts", type=int, nargs="+", default=[512, 8192], help="tokens of the prefills"
     )
-    prompts = parser.parse_args().prompts
-    pairs = [(heads, B) for heads in MODELS for B in BATCHES]
-    decoders = dict(
-        zip(pairs, in_parallel([partial(compile_decode, *p, None) for p in pairs]), strict=True)
+    parser.add_argument(
+        "--pages",
+        nargs="+",
+        default=["bfloat16", "float8_e4m3fn", "int8"],
+        help="dtypes of the pages that decode attention reads",
     )
+    args = parser.parse_args()
+    prompts = args.prompts
+    pairs = list(product(MODELS, BATCHES, args.pages))
+    compiles = [partial(compile_decode, heads, B, None, pages) for heads, B, pages in pairs]
+    decoders = dict(zip(pairs, in_parallel(compiles), strict=True))
     works = list(product(MODELS, prompts, PREFILLS))
     jobs = [partial(compile_prefill, heads, T, PREFILLS[name]) for heads, T, name in works]
     prefills = dict(zip(works, in_parallel(jobs), strict=True))
     decoded, prefilled = [], []
     for heads in MODELS:
+        for pages in args.pages:
+            pool = make_pool(heads, pages)
+            for work in WORK:
+                compiled = decoders[heads, work[0], pages]
+                decoded.append(time_decode(heads, pool, work, compiled, pages))
+                print(decoded[-1], flush=True)
+            del pool
         pool = make_pool(heads)
-        for work in WORK:
-            decoded.append(time_decode(heads, pool, work, decoders[heads, work[0]]))
-            print(decoded[-1], flush=True)
         for prompt, kernel in product(prompts, PREFILLS):
             compiled = prefills[heads, prompt, kernel]
             prefilled.append(time_prefill(heads, pool, prompt, kernel, compiled))
@@ -287,7 +336,7 @@ def main() -> None:
         f"{heads} B {B}": asdict(
             decode.tuning_config(B=B, K=heads.K, H=heads.H, bytes_per_element=2)
         )
-        for heads, B in pairs
+        for heads, B in product(MODELS, BATCHES)
     }
     path = write_results(
         "kernels",

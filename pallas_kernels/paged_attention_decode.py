@@ -65,13 +65,20 @@ class TuningConfig:
             raise ValueError(f"programs must not be negative, got {self.programs}")
 
 
-def tuning_config(*, B: int, K: int, H: int, bytes_per_element: int) -> TuningConfig:
+def tuning_config(
+    *, B: int, K: int, H: int, bytes_per_element: int, narrow: bool = False
+) -> TuningConfig:
     """The setting for a batch of B sequences, chosen by what static shapes tell (H200).
+
+    `narrow` pages hold a byte where `bytes_per_element` are computed with: more keys fit on their
+    way, and converting them wants more warps.
 
     Where B * K programs are about two a processor, three blocks on their way let no more than
     two programs into a processor's shared memory, which keeps the processors even.
     """
     wide = bytes_per_element == 4 or padded(H) == 256
+    if narrow and not wide:
+        return TuningConfig(64, 4, 7, 264) if B <= FEW else TuningConfig(64, 4, 5, 528)
     if B <= FEW:
         return TuningConfig(32 if wide else 64, 4, 5, 132)
     if wide:
@@ -130,7 +137,8 @@ def paged_attention_decode(
     if T != B and (into_TNH is None or T < B):
         raise ValueError(f"{T} queries for {B} sequences")
     dtype = computed_dtype(q_TNH.dtype, pages_P2KSH.dtype)
-    config = config or tuning_config(B=B, K=K, H=H, bytes_per_element=dtype.itemsize)
+    narrow = pages_P2KSH.dtype.itemsize == 1
+    config = config or tuning_config(B=B, K=K, H=H, bytes_per_element=dtype.itemsize, narrow=narrow)
     plan = _share_out(
         kv_len_B,
         num_decodes,

@@ -148,13 +148,14 @@ def main() -> int:
         "--output", required=True, nargs="+", help="ZeroMQ address of each front end"
     )
     args = parser.parse_args()
+    # Ctrl-C and a service manager reach the whole group: when to end, the server decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
     several = config.data_parallel_size > 1
     log_to_stderr("info", f"engine {args.replica}" if several else "")
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # tells what it lacks
-    # Ctrl-C and a service manager reach the whole group: when to end, the server decides.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
     context = zmq.Context()
     source = context.socket(zmq.PULL)
     source.set_hwm(0)

@@ -30,18 +30,27 @@ def make_mesh(
     )
 
 
-def model_mesh(num_devices: int) -> Mesh | None:
-    """The first devices of this host, to share one model; None: one device needs no mesh.
+def stage_devices(tensor: int, stages: int) -> list[list[jax.Device]]:
+    """The first devices of this host, dealt out to the stages that share one model.
+
+    Args:
+        tensor: devices of a stage.
 
     Raises:
         ValueError: there are fewer.
     """
-    devices = jax.local_devices()
-    if len(devices) < num_devices:
+    devices, needed = jax.local_devices(), tensor * stages
+    if len(devices) < needed:
         platform = devices[0].platform
-        hint = f"; JAX_NUM_CPU_DEVICES={num_devices} splits it" if platform == "cpu" else ""
+        flags = {"--tensor-parallel-size": tensor, "--pipeline-parallel-size": stages}
+        asked = " with ".join(f"{flag} {size}" for flag, size in flags.items() if size > 1)
+        hint = f"; JAX_NUM_CPU_DEVICES={needed} splits it" if platform == "cpu" else ""
         raise ValueError(
-            f"--tensor-parallel-size {num_devices} needs as many devices; this host shows "
-            f"{len(devices)} ({platform}){hint}"
+            f"{asked} needs {needed} devices; this host shows {len(devices)} ({platform}){hint}"
         )
-    return None if num_devices == 1 else make_mesh(model=num_devices, devices=devices)
+    return [devices[stage * tensor : (stage + 1) * tensor] for stage in range(stages)]
+
+
+def model_mesh(devices: Sequence[jax.Device]) -> Mesh | None:
+    """Of devices that share every layer; None: one device needs no mesh."""
+    return None if len(devices) == 1 else make_mesh(model=len(devices), devices=devices)

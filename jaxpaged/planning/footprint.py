@@ -10,11 +10,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxpaged.arrays.kv_pages import group_layers
 from jaxpaged.config import EngineConfig
 from jaxpaged.models.decoder import Decoder, abstract_params
 from jaxpaged.models.spec import ModelSpec
 from jaxpaged.models.spread import spread_spec
+from jaxpaged.models.stages import stage_layers
 from jaxpaged.parallel.sharding import partition
 from jaxpaged.planning.hardware import GPU
 from jaxpaged.runtime.memory import FRAGMENTATION_MARGIN
@@ -54,17 +54,15 @@ class Layout:
         Raises:
             ValueError: it does not divide so.
         """
-        if pp > len(stored.layers):
-            raise ValueError(f"--pp {pp} is more than this model's {len(stored.layers)} layers")
         spec = spread_spec(stored, tp)
+        stage_layers(spec, pp)
         dtype = model_dtype(config, spec.dtype, "gpu")
         return cls(spec, dtype, tp, pp, _weights(spec, dtype, tp))
 
     @property
     def stages(self) -> list[int]:
         """Layers of each stage."""
-        total = len(self.spec.layers)
-        return [(i + 1) * total // self.pp - i * total // self.pp for i in range(self.pp)]
+        return [len(layers) for layers in stage_layers(self.spec, self.pp)]
 
     @property
     def layer_products(self) -> int:
@@ -79,14 +77,14 @@ class Layout:
         return self.spec.width * self.spec.vocab_rows // self.tp
 
     @property
-    def weight_bytes(self) -> int:
-        """Of the GPU that holds most."""
+    def weight_bytes(self) -> list[int]:
+        """Of a GPU of each stage."""
         stages = [self.weights.layer * layers for layers in self.stages]
         stages[0] += self.weights.embed
         stages[-1] += self.weights.final_norm
         if self.pp > 1 or not self.weights.tied:
             stages[-1] += self.weights.head
-        return max(stages)
+        return stages
 
     def plan(self, config: EngineConfig) -> EnginePlan:
         """Sizes of an engine that serves, but for the number of its pages.
@@ -94,12 +92,10 @@ class Layout:
         Raises:
             ValueError: settings that contradict the model or each other.
         """
-        plan = make_plan(config, self.spec, self.dtype, "gpu", serving=True)
-        windows = tuple(layer.window for layer in self.spec.layers[: max(self.stages)])
-        return dataclasses.replace(
-            plan,
-            kv=dataclasses.replace(plan.kv, groups=group_layers(windows), num_devices=self.tp),
+        config = dataclasses.replace(
+            config, tensor_parallel_size=self.tp, pipeline_parallel_size=self.pp
         )
+        return make_plan(config, self.spec, self.dtype, "gpu", serving=True)
 
 
 @dataclass(frozen=True)
@@ -118,8 +114,8 @@ class Memory:
         return self.limit - self.weights - self.state - self.temporaries - self.margin
 
 
-def memory(gpu: GPU, config: EngineConfig, layout: Layout, plan: EnginePlan) -> Memory:
-    """What an engine of this plan takes on the GPU that holds most."""
+def memory(gpu: GPU, config: EngineConfig, layout: Layout, plan: EnginePlan) -> list[Memory]:
+    """What an engine of this plan takes on a GPU of each stage."""
     spec, shapes = layout.spec, plan.shapes
     itemsize = layout.dtype.itemsize
     limit = int(gpu.memory_bytes * config.gpu_memory_utilization)
@@ -129,15 +125,9 @@ def memory(gpu: GPU, config: EngineConfig, layout: Layout, plan: EnginePlan) -> 
     state += 2 * 4 * shapes.input_sizes(plan.buckets)[-1]
     per_token = TEMPORARY_FFNS * spec.ffn // layout.tp + TEMPORARY_WIDTHS * spec.width
     per_row = 4 * TEMPORARY_LOGITS * spec.vocab_rows // layout.tp
-    return Memory(
-        limit=limit,
-        weights=layout.weight_bytes,
-        state=state,
-        temporaries=max(
-            plan.max_num_batched_tokens * per_token * itemsize, shapes.max_rows * per_row
-        ),
-        margin=int(FRAGMENTATION_MARGIN * limit),
-    )
+    temporaries = max(plan.max_num_batched_tokens * per_token * itemsize, shapes.max_rows * per_row)
+    margin = int(FRAGMENTATION_MARGIN * limit)
+    return [Memory(limit, size, state, temporaries, margin) for size in layout.weight_bytes]
 
 
 def _weights(spec: ModelSpec, dtype: jnp.dtype, tp: int) -> Weights:

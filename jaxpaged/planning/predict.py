@@ -108,7 +108,8 @@ def predict(spec: ModelSpec, config: EngineConfig, options: PlanOptions) -> Pred
         arrivals = poisson_arrivals(len(lengths), options.rate, options.seed)
         trace = make_trace(lengths, arrivals, plan.vocab, options.shared_prefix, options.seed)
         cost = CostModel(gpu, calibration, layout, plan.kv.dtype.itemsize)
-        served = summary(simulate(plan.scheduler_config(config), plan, cost, trace, dp), lengths)
+        limits = dataclasses.replace(plan.scheduler_config(config), num_stages=layout.pp)
+        served = summary(simulate(limits, plan, cost, trace, dp), lengths)
         if served.preemptions:
             room = (plan.kv.num_pages - 1) * plan.kv.page_size
             advised = max(1, min(advised, int(room // longest)))
@@ -118,13 +119,14 @@ def predict(spec: ModelSpec, config: EngineConfig, options: PlanOptions) -> Pred
 
 
 def fit(gpu: GPU, config: EngineConfig, layout: Layout) -> tuple[Memory, EnginePlan, str | None]:
-    """Where a GPU's memory goes, the plan with its pages, and what is wrong if it does not fit."""
+    """Where the scarcest GPU's memory goes, the plan with its pages, what is wrong if none fit."""
     plan = layout.plan(config)
-    taken = memory(gpu, config, layout, plan)
+    stages = memory(gpu, config, layout, plan)
+    taken = min(stages, key=lambda stage: stage.left)
     if taken.left <= 0:
         return taken, plan, "no memory is left for KV pages"
     try:
-        return taken, plan.with_pages(config, taken.left), None
+        return taken, plan.with_pages(config, *(stage.left for stage in stages)), None
     except ValueError as error:
         return taken, plan, str(error)
 

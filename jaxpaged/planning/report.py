@@ -44,7 +44,7 @@ def as_json(
         pool = {
             "pages": num_pages,
             "tokens": num_pages * plan.kv.page_size // len(plan.kv.groups),
-            "page_bytes": plan.kv.page_bytes,
+            "page_bytes": max(plan.kv.part(layers).page_bytes for layers in plan.stages),
             "concurrency_at_full_length": concurrency(config, found),
         }
     smallest = found.smallest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +89,14 @@ class SafetensorFiles:
 
 
 def load_leaves(
-    files: SafetensorFiles, leaves: Leaves, spec: ModelSpec
+    files: SafetensorFiles, leaves: Leaves, whole: Collection[str], spec: ModelSpec
 ) -> Iterator[tuple[str, jax.Array, int]]:
     """Every leaf with its name and the bytes read for it, packed on the device in its dtype.
 
     No device of a mesh is given more of a tensor than its part.
+
+    Args:
+        whole: names of the leaves of the whole model, where `leaves` are those of a stage.
 
     Raises:
         ModelFilesError: tensors are missing, unexpected or of another shape than config.json says.
@@ -103,12 +106,15 @@ def load_leaves(
         for rule in checkpoint_rules(spec)
         for layer in range(len(spec.layers) if "{layer}" in rule.leaf else 1)
     ]
-    rules = [rule for rule in rules if rule.leaf in leaves or quantized_kernel(spec, rule)]
+    rules = [rule for rule in rules if rule.leaf in whole or quantized_kernel(spec, rule)]
     _check_names(files, rules, spec)
     for rule in rules:
         quantized = quantized_kernel(spec, rule)
         if quantized is not None:
-            yield from _load_quantized(files, rule, quantized, leaves, spec)
+            if kernel_leaves(leaves, rule.leaf):
+                yield from _load_quantized(files, rule, quantized, leaves, spec)
+            continue
+        if rule.leaf not in leaves:
             continue
         tensors = [files.read(name) for name in rule.tensors]
         target = leaves[rule.leaf]

@@ -40,11 +40,12 @@ class TeacherForced:
             max_num_seqs=1,
             max_num_batched_tokens=num_tokens,
             kv_cache_memory_bytes=GIB,
+            pipeline_parallel_size=1,
             enforce_eager=True,
             compile_cache_dir="none",
         )
-        started = start_runner(small, serving=False)
-        return cls(started.model, started.params, num_tokens)
+        (stage,) = start_runner(small, serving=False).runner.stages
+        return cls(stage.model, stage.params, num_tokens)
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Float32 scores [T, V] of the token after each of `token_ids`."""

@@ -42,15 +42,17 @@ def load_params(
     path: Path,
     model: Decoder,
     *,
+    device: jax.Device | None = None,
     load_format: str = "auto",
     seed: int = 0,
     progress: bool = True,
     kv_scales: Path | None = None,
 ) -> Params:
-    """The parameters of `model`, in its dtype, on the first device or spread over its mesh.
+    """The parameters of `model`, in its dtype, on one device or spread over its mesh.
 
     Args:
         path: the model's folder.
+        device: where they go if the model has no mesh; None: the first.
         load_format: safetensors, orbax (what `checkpoint.convert` wrote), dummy (random weights)
             or auto: whichever of the first two the folder holds.
         seed: of random weights.
@@ -62,25 +64,29 @@ def load_params(
         ModelFilesError: weights are missing, unreadable or do not fit config.json; one line.
         ValueError: the mesh does not divide the model.
     """
-    leaves = abstract_leaves(model)
+    leaves = abstract_leaves(model, device)
+    scale_leaves = {name: leaves.pop(name) for name in list(leaves) if name.endswith(LEAF)}
+    whole = leaves  # what a checkpoint holds, of all stages
+    if model.part is not None:
+        every = abstract_leaves(model.clone(part=None), device)
+        whole = {name: leaf for name, leaf in every.items() if not name.endswith(LEAF)}
     if load_format == "auto":
         load_format = _find_format(path)
-    scale_leaves = {name: leaves.pop(name) for name in list(leaves) if name.endswith(LEAF)}
     scales = {} if kv_scales is None else read_scales(kv_scales)
     params: dict[str, jax.Array] = {}
     loaded: Iterator[tuple[str, jax.Array, int]] = iter(())
     if load_format == "orbax":
         if any(layer.quantization.made_while_loading for layer in model.spec.layers):
             raise ModelFilesError(f"--quantization reads safetensors, and {path} is Orbax")
-        params = flatten_dict(_restore(path, model, leaves), sep="/")
+        params = flatten_dict(_restore(path, model, leaves, whole), sep="/")
         total = 0
     elif load_format == "dummy":
-        loaded = _random_leaves(model, leaves, seed)
+        loaded = _random_leaves(model, leaves, whole, seed)
         total = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values())
     else:
         files = SafetensorFiles(path)
-        loaded = load_leaves(files, leaves, model.spec)
-        total = files.num_bytes
+        loaded = load_leaves(files, leaves, whole, model.spec)
+        total = files.num_bytes * _num_elements(leaves) // _num_elements(whole)
         if kv_scales is None:
             scales = {name: files.read(name) for name in files.names if is_kv_scale(name)}
     params |= load_kv_scales(scale_leaves, model.spec, scales, str(kv_scales or path))
@@ -101,12 +107,16 @@ def load_params(
     return unflatten_dict(params, sep="/")
 
 
-def abstract_leaves(model: Decoder) -> Leaves:
-    """Shape, dtype and sharding of every parameter, by its path."""
+def _num_elements(leaves: Leaves) -> int:
+    return sum(leaf.size for leaf in leaves.values())
+
+
+def abstract_leaves(model: Decoder, device: jax.Device | None = None) -> Leaves:
+    """Shape, dtype and sharding of every parameter, by its path; `device` as for `load_params`."""
     boxed = abstract_params(model)
     leaves = flatten_dict(nn.meta.unbox(boxed), sep="/")
     if model.mesh is None:
-        shardings = dict.fromkeys(leaves, SingleDeviceSharding(jax.local_devices()[0]))
+        shardings = dict.fromkeys(leaves, SingleDeviceSharding(device or jax.local_devices()[0]))
     else:
         shardings = flatten_dict(param_shardings(boxed, model.mesh), sep="/")
     return {
@@ -144,9 +154,10 @@ def _stored_leaves(model: Decoder, leaves: Leaves) -> Leaves:
     return stored
 
 
-def _restore(path: Path, model: Decoder, leaves: Leaves) -> Params:
+def _restore(path: Path, model: Decoder, leaves: Leaves, whole: Leaves) -> Params:
     """Read an Orbax checkpoint, each leaf straight into its dtype and sharding."""
     wanted, leaves = leaves, _stored_leaves(model, leaves)
+    whole = _stored_leaves(model.clone(part=None), whole)
     folder = (path / ORBAX_FOLDER).resolve()
     if not folder.is_dir():
         raise ModelFilesError(f"{folder} is missing")
@@ -157,14 +168,21 @@ def _restore(path: Path, model: Decoder, leaves: Leaves) -> Params:
             raise ModelFilesError(f"{folder} is no readable Orbax checkpoint: {error}") from error
         wrong = sorted(
             name
-            for name in stored.keys() | leaves.keys()
+            for name in stored.keys() | whole.keys()
             if name not in stored
-            or name not in leaves
-            or tuple(stored[name].shape) != leaves[name].shape
+            or name not in whole
+            or tuple(stored[name].shape) != whole[name].shape
         )
         if wrong:
             raise ModelFilesError(f"{folder} does not fit config.json: {', '.join(wrong[:4])}")
-        restored = checkpointer.restore(folder, unflatten_dict(leaves, sep="/"))
+    tree = unflatten_dict(leaves, sep="/")
+    with ocp.PyTreeCheckpointer() as reader:
+        asked = ocp.args.PyTreeRestore(
+            tree,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
+            partial_restore=True,  # of a stage's leaves
+        )
+        restored = reader.restore(folder, asked)
     flat = flatten_dict(restored, sep="/")
     for name, leaf in wanted.items():
         if leaf.shape != leaves[name].shape:
@@ -174,14 +192,15 @@ def _restore(path: Path, model: Decoder, leaves: Leaves) -> Params:
 
 
 def _random_leaves(
-    model: Decoder, leaves: Leaves, seed: int
+    model: Decoder, leaves: Leaves, whole: Leaves, seed: int
 ) -> Iterator[tuple[str, jax.Array, int]]:
     """Small random matrices, no biases, norms that only normalise: to measure speed with.
 
     They are the same on any number of devices.
     """
     stored = _stored_leaves(model, leaves)
-    for index, (name, leaf) in enumerate(leaves.items()):
+    index_of = {name: index for index, name in enumerate(whole)}
+    for name, leaf in leaves.items():
         product, _, kind = name.rpartition("/")
         quantized = model.spec.quantized(name)
         if quantized is not None and kind != "bias":
@@ -192,13 +211,13 @@ def _random_leaves(
                 fill = _random_quantized(
                     model.spec, layerless(kernel), quantized, shape, tuple(targets.items())
                 )
-                for array, made in fill(np.uint32(seed % 2**32), np.uint32(index)).items():
+                for array, made in fill(np.uint32(seed % 2**32), np.uint32(index_of[name])).items():
                     yield f"{product}/{array}", made, made.nbytes
             continue
         constant = {"bias": 0.0, "scale": 0.0 if model.spec.norm_plus_one else 1.0}.get(kind)
         if constant is None:
             make = _random_leaf(model.spec, layerless(name), stored[name].shape, leaf)
-            made = make(np.uint32(seed % 2**32), np.uint32(index))
+            made = make(np.uint32(seed % 2**32), np.uint32(index_of[name]))
         else:
             made = jax.device_put(np.full(leaf.shape, constant, leaf.dtype), leaf.sharding)
         yield name, made, leaf.size * leaf.dtype.itemsize

@@ -154,6 +154,8 @@ def test_operands_are_validated(shape: dict, options: dict, complaint: str) -> N
 def test_settings_depend_on_static_shapes() -> None:
     large = tuning_config(B=256, K=8, H=128, bytes_per_element=2)
     assert large != tuning_config(B=1, K=8, H=128, bytes_per_element=2)
+    narrow = tuning_config(B=256, K=8, H=128, bytes_per_element=2, narrow=True)
+    assert narrow.num_warps > tuning_config(B=128, K=8, H=128, bytes_per_element=2).num_warps
     wide = tuning_config(B=256, K=8, H=128, bytes_per_element=4)
     assert wide.block_keys < large.block_keys
 

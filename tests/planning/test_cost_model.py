@@ -95,10 +95,10 @@ def test_stages_share_the_layers_and_the_last_has_the_head(
     step = work(64, 64, 64 * 1024)
     (whole,) = CostModel(H200, h200, layouts[1, 1], 2).seconds(step)
     first, last = CostModel(H200, h200, layouts[1, 2], 2).seconds(step)
-    assert first["KV"] == last["KV"] == pytest.approx(whole["KV"] / 2)
-    for kind in ("weights", "launches", "activations"):
-        assert first[kind] < last[kind]
+    for kind in ("KV", "weights", "launches", "activations"):
         assert first[kind] + last[kind] == pytest.approx(whole[kind])
+    assert first["KV"] > last["KV"]  # the last has fewer layers, since it has the head
+    assert first["weights"] == pytest.approx(last["weights"], rel=0.1)
     assert first["collectives"] > last["collectives"] == 0
 
 

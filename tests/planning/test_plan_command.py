@@ -84,7 +84,7 @@ def test_replicas_and_stages(capsys: pytest.CaptureFixture[str]) -> None:
         / one["predicted"]["output_tokens_per_second"]
         for found in (two, staged)
     ]
-    assert 1 < faster[0] <= 2 and 0.9 < faster[1] <= 2
+    assert 1 < faster[0] <= 2 and 1 < faster[1] <= 2
     assert staged["bytes_per_gpu"]["weights"] < one["bytes_per_gpu"]["weights"]
     assert two["bytes_per_gpu"]["weights"] == one["bytes_per_gpu"]["weights"]
     assert "-dp 2" in two["command"] and "-pp 2" in staged["command"]

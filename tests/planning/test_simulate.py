@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from benchmarks.host_step import HostRunner
 from jaxpaged.config import EngineConfig
+from jaxpaged.engine import engine_core
 from jaxpaged.engine.engine_core import EngineCore
-from jaxpaged.models import ModelSpec
+from jaxpaged.models import ModelSpec, load_spec
 from jaxpaged.planning.cost_model import CostModel, Seconds, Work
 from jaxpaged.planning.footprint import Layout
 from jaxpaged.planning.hardware import GPUS, Calibration
@@ -18,6 +21,7 @@ from jaxpaged.planning.lengths import Lengths, fixed, poisson_arrivals, sharegpt
 from jaxpaged.planning.options import PlanOptions
 from jaxpaged.planning.predict import predict
 from jaxpaged.planning.simulate import Arrival, Replica, make_trace, simulate
+from jaxpaged.runtime.startup import Started
 from tests.engine.harness import GEMMA, LLAMA, VOCAB, request, run, write_model
 
 WINDOWS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
@@ -62,21 +66,9 @@ def cores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EngineCore]:
     }
 
 
-@pytest.mark.parametrize("name", ["llama", "windows"])
-@pytest.mark.parametrize("shared_prefix", [0, 32])
-def test_steps_preemptions_and_hits_are_those_of_a_real_engine(
-    cores: dict[str, EngineCore], name: str, shared_prefix: int
-) -> None:
-    core = cores[name]
-    core._scheduler.reset_prefix_cache()
-    plan, before = core._runner.plan, core.stats()
-    trace = make_trace(LENGTHS, [0.0] * len(LENGTHS), VOCAB, shared_prefix, seed=3)
-    works: list[int] = []
-    forward = core._runner.forward
-    core._runner.forward = lambda scheduled: (  # type: ignore[method-assign]
-        works.append(scheduled.num_tokens), forward(scheduled),
-    )[1]  # fmt: skip
-    try:
+def steps_of(core: EngineCore, trace: Sequence[Arrival]) -> list[int]:
+    """Tokens of each step in which an engine serves the trace, all of it at once."""
+    with mock.patch.object(core._runner, "forward", wraps=core._runner.forward) as forward:
         run(
             core,
             [
@@ -89,8 +81,19 @@ def test_steps_preemptions_and_hits_are_those_of_a_real_engine(
                 for arrival in trace
             ],
         )
-    finally:
-        core._runner.forward = forward  # type: ignore[method-assign]
+    return [call.args[0].num_tokens for call in forward.call_args_list]
+
+
+@pytest.mark.parametrize("name", ["llama", "windows"])
+@pytest.mark.parametrize("shared_prefix", [0, 32])
+def test_steps_preemptions_and_hits_are_those_of_a_real_engine(
+    cores: dict[str, EngineCore], name: str, shared_prefix: int
+) -> None:
+    core = cores[name]
+    core._scheduler.reset_prefix_cache()
+    plan, before = core._runner.plan, core.stats()
+    trace = make_trace(LENGTHS, [0.0] * len(LENGTHS), VOCAB, shared_prefix, seed=3)
+    works = steps_of(core, trace)
     after = core.stats()
 
     config = core._scheduler.config
@@ -104,6 +107,32 @@ def test_steps_preemptions_and_hits_are_those_of_a_real_engine(
     hits = after.prefix_cache_hits - before.prefix_cache_hits
     assert replica.scheduler.prefix_cache_hits == hits
     assert (hits > 0) == (shared_prefix > 0)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("pages", [14, 60])
+def test_a_pipeline_is_scheduled_as_its_engine_does_it(stages: int, pages: int) -> None:
+    """The engine's core over a runner that computes nothing."""
+    config = EngineConfig(
+        max_num_seqs=6, max_num_batched_tokens=32, max_model_len=100,
+        num_gpu_blocks_override=pages, pipeline_parallel_size=stages,
+    )  # fmt: skip
+    layout = Layout.of(load_spec(LLAMA | {"num_hidden_layers": 4}), config, 1, stages)
+    plan = layout.plan(config).with_pages(config, *[0] * stages)
+    runner: Any = HostRunner(plan)
+    started = Started(runner, "none", "gpu", "float32", {})
+    with mock.patch.object(engine_core, "start_runner", lambda *_, **__: started):
+        core = EngineCore(config)
+    trace = make_trace(LENGTHS, [0.0] * len(LENGTHS), VOCAB, seed=3)
+    found = steps_of(core, trace)
+
+    cost = Metronome(plan.windows, stages=stages)
+    (engine,) = simulate(plan.scheduler_config(config), plan, cost, trace)
+    assert engine.num_steps == len(found) and engine.num_tokens == sum(found)
+    assert engine.scheduler.num_preemptions == core.stats().num_preemptions
+    assert (engine.scheduler.num_preemptions > 0) == (pages == 14)
+    assert engine.now <= engine.num_steps  # a step's stages overlap with others'
+    assert stages == 1 or engine.now < engine.num_steps
 
 
 def replica(core: EngineCore, cost: CostModel) -> Replica:
