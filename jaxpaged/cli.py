@@ -193,7 +193,8 @@ def _plan(args: argparse.Namespace) -> int:
     jax.config.update("jax_platforms", "cpu")  # shapes alone are asked for: leave GPUs in peace
     options = PlanOptions(**collect(PlanOptions, args))
     config = EngineConfig(**collect(EngineConfig, args))
-    spec = load_spec(find_config(args.model_tag, config.revision, config.download_dir))
+    found_config = find_config(args.model_tag, config.revision, config.download_dir)
+    spec = load_spec(found_config, config.quantization)
     found = predict(spec, config, options)
     model = "MODEL" if Path(args.model_tag).is_file() else args.model_tag  # serve wants a folder
     if options.json:

@@ -65,6 +65,17 @@ class EngineConfig:
         "weights and activations; auto: the checkpoint's on GPU, float32 on CPU",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
     )
+    quantization: str | None = setting(
+        None,
+        "store the layers' matrices in fewer bits, made from ordinary weights while loading",
+        short="-q",
+        choices=(
+            "fp8_per_tensor",
+            "fp8_per_channel",
+            "int8_per_channel_weight_only",
+            "int4_per_group_weight_only",
+        ),
+    )
     tensor_parallel_size: int = setting(
         1, "devices of this host that share the model, each holding a part of it", short="-tp"
     )
@@ -195,6 +206,10 @@ class EngineConfig:
             self.long_prefill_token_threshold >= 0,
             "at least 0",
         )
+        if self.quantization is not None:
+            choices = self.__dataclass_fields__["quantization"].metadata["choices"]
+            known = self.quantization in choices
+            require(self, "quantization", known, "one of " + ", ".join(choices))
         require(
             self,
             "kv_cache_scales",

@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxpaged.quantization import Scheme
 from pallas_kernels.rms_norm import Norm, Rows, half_norm, rms_norm
 from pallas_kernels.small_batch_linear import (
     ACTIVATIONS,
@@ -32,6 +33,7 @@ class Linear(nn.Module):
         use_bias: add a vector of shape [*outputs].
         dtype: of the weights and of the result.
         fuse: few rows may take a kernel that does all of this at once, where that is faster.
+        scheme: how the kernel is stored instead, in arrays [*outputs, inputs merged].
     """
 
     inputs: tuple[int, ...]
@@ -41,6 +43,7 @@ class Linear(nn.Module):
     use_bias: bool = False
     dtype: Any = jnp.float32
     fuse: bool = False
+    scheme: Scheme | None = None
 
     @nn.compact
     def __call__(
@@ -62,26 +65,22 @@ class Linear(nn.Module):
             residual: [T, *outputs].
             next_norm: of the result, which may begin here.
         """
-        kernel = self.param(
-            "kernel",
-            nn.with_logical_partitioning(
-                nn.initializers.normal(0.02), (*self.input_axes, *self.output_axes)
-            ),
-            (*self.inputs, *self.outputs),
-            self.dtype,
-        )
+        size = math.prod(self.inputs)
+        x_TI = rows.x.reshape(-1, size)
         bias = None
         if self.use_bias:
-            bias = self.param(
-                "bias",
-                nn.with_logical_partitioning(nn.initializers.zeros, self.output_axes),
-                self.outputs,
-                self.dtype,
-            )
+            bias = self._param("bias", self.outputs, self.output_axes, nn.initializers.zeros)
+        if self.scheme is not None:
+            arrays = self._quantized(self.scheme, size)
+            if norm is not None:
+                x_TI = rms_norm(x_TI, norm).astype(self.dtype)
+            y = self.scheme.product(x_TI, arrays, self.fuse)
+            return self._finish(y, bias, activation, residual)
+        shape, axes = (*self.inputs, *self.outputs), (*self.input_axes, *self.output_axes)
+        kernel = self._param("kernel", shape, axes, nn.initializers.normal(0.02))
         # One axis to sum over: given several, XLA may transpose the whole kernel at every step.
         # The axes that come out stay apart, since merging could split one that a mesh shards.
-        size = math.prod(self.inputs)
-        x_TI, kernel = rows.x.reshape(-1, size), kernel.reshape(size, *self.outputs)
+        kernel = kernel.reshape(size, *self.outputs)
         if self.fuse and not (norm and norm.plus_one) and not (next_norm and next_norm.plus_one):
             gated = activation is not None
             merged = kernel if gated else kernel.reshape(size, -1)
@@ -102,9 +101,42 @@ class Linear(nn.Module):
         y = jax.lax.dot_general(
             x_TI, kernel, (((1,), (0,)), ((), ())), precision=matmul_precision(self.dtype)
         )
+        return self._finish(y, bias, activation, residual)
+
+    def _finish(
+        self,
+        y: jax.Array,
+        bias: jax.Array | None,
+        activation: str | None,
+        residual: jax.Array | None,
+    ) -> Rows:
         if bias is not None:
             y += bias
         if activation is not None:
             y = y.astype(jnp.float32)
             y = (ACTIVATIONS[activation](y[:, 0]) * y[:, 1]).astype(self.dtype)
         return Rows(y if residual is None else residual + y)
+
+    def _quantized(self, scheme: Scheme, size: int) -> dict[str, jax.Array]:
+        (terms,) = {axis for axis in self.input_axes if axis is not None} or (None,)
+        return {
+            name: self._param(
+                name,
+                array.shape(name, self.outputs),
+                array.axes(name, self.output_axes, terms),
+                nn.initializers.zeros,
+                array.dtype,
+            )
+            for name, array in scheme.arrays(size).items()
+        }
+
+    def _param(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        axes: tuple[str | None, ...],
+        init: Any,
+        dtype: Any = None,
+    ) -> jax.Array:
+        init = nn.with_logical_partitioning(init, axes)
+        return self.param(name, init, shape, dtype or self.dtype)

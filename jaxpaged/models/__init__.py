@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 
 from jaxpaged.models import gemma3, llama, mistral, qwen2, qwen3
 from jaxpaged.models.checkpoint_rules import Rule
 from jaxpaged.models.hf_config import Config
-from jaxpaged.models.spec import ModelSpec, UnsupportedModelError
+from jaxpaged.models.spec import LayerQuantization, ModelSpec, UnsupportedModelError
+from jaxpaged.quantization import (
+    ON_THE_FLY,
+    UnsupportedQuantizationError,
+    checkpoint_reader,
+)
 
 __all__ = ["FAMILIES", "ModelSpec", "UnsupportedModelError", "checkpoint_rules", "load_spec"]
 
@@ -20,8 +26,11 @@ FAMILIES: dict[str, ModuleType] = {
 }
 
 
-def load_spec(config: Config) -> ModelSpec:
+def load_spec(config: Config, quantization: str | None = None) -> ModelSpec:
     """What config.json describes.
+
+    Args:
+        quantization: of the layers' products, a name from `quantization.ON_THE_FLY`.
 
     Raises:
         UnsupportedModelError: no family runs this architecture, or not with these settings; the
@@ -32,14 +41,44 @@ def load_spec(config: Config) -> ModelSpec:
         raise UnsupportedModelError(
             f"architecture {', '.join(found)} is not supported; supported: {', '.join(FAMILIES)}"
         )
-    quantization = config.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method", "unnamed")
+    spec = FAMILIES[found[0]].spec(config)
+    stored = config.get("quantization_config")
+    if stored and quantization is not None:
         raise UnsupportedModelError(
-            f"quantization {method!r} is not supported; supported: weights in float32, bfloat16 "
-            f"or float16"
+            f"--quantization {quantization} needs ordinary weights, but these are quantized "
+            f"by config.json ({stored.get('quant_method', 'unnamed')}): leave it out"
         )
-    return FAMILIES[found[0]].spec(config)
+    if stored:
+        return _stored_quantization(spec, stored)
+    return spec if quantization is None else spec.quantized_like(ON_THE_FLY[quantization])
+
+
+def _stored_quantization(spec: ModelSpec, settings: Config) -> ModelSpec:
+    """The model with its products as a checkpoint has them.
+
+    Raises:
+        UnsupportedModelError: a format that nothing here reads, or parts of one product that are
+            not alike.
+    """
+    try:
+        read = checkpoint_reader(settings)
+    except UnsupportedQuantizationError as error:
+        raise UnsupportedModelError(str(error)) from error
+    kernels = [rule for rule in checkpoint_rules(spec) if rule.merge is not None]
+    layers = []
+    for index, layer in enumerate(spec.layers):
+        products = {}
+        for rule in (kernel.at(index) for kernel in kernels):
+            names = [name.removesuffix(".weight") for name in rule.tensors]
+            found = [read(name) for name in names]
+            if found.count(found[0]) < len(found):
+                raise UnsupportedModelError(
+                    f"config.json quantizes some of {', '.join(names)} and not others, or "
+                    f"otherwise: they are one product here"
+                )
+            products[rule.leaf.split("/")[-2]] = found[0]
+        layers.append(replace(layer, quantization=LayerQuantization(**products)))
+    return replace(spec, layers=tuple(layers))
 
 
 def checkpoint_rules(spec: ModelSpec) -> tuple[Rule, ...]:

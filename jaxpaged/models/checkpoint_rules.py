@@ -25,6 +25,7 @@ class Rule:
     tensors: tuple[str, ...]  # names in the checkpoint
     pack: Pack
     split_axis: int = 0  # of the tensors: what a mesh splits of the leaf
+    merge: Pack | None = None  # of a kernel: its parts [out, ...] as [*outputs, ...]
 
     def at(self, layer: int) -> Rule:
         """This rule for one layer."""
@@ -33,6 +34,7 @@ class Rule:
             tuple(name.format(layer=layer) for name in self.tensors),
             self.pack,
             self.split_axis,
+            self.merge,
         )
 
 
@@ -41,15 +43,15 @@ def as_is(spec: ModelSpec, x: jax.Array) -> jax.Array:
     return x
 
 
-def transpose(spec: ModelSpec, x: jax.Array) -> jax.Array:
-    """[out, in] -> [in, out]."""
-    return x.T
+def merge_qkv(spec: ModelSpec, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """[N·H, ...], twice [K·H, ...] -> [K, G + 2, H, ...]: a KV head's queries, key and value."""
+    heads = [x.reshape(spec.num_kv_heads, -1, spec.head_dim, *x.shape[1:]) for x in (q, k, v)]
+    return jnp.concatenate(heads, axis=1)
 
 
-def pack_qkv(spec: ModelSpec, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """[N·H, D], twice [K·H, D] -> [D, K, G + 2, H]: a KV head's queries, its key, its value."""
-    heads = [x.T.reshape(*x.T.shape[:-1], spec.num_kv_heads, -1, spec.head_dim) for x in (q, k, v)]
-    return jnp.concatenate(heads, axis=-2)
+def merge_gate_up(spec: ModelSpec, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Twice [F, ...] -> [2, F, ...]."""
+    return jnp.stack((gate, up))
 
 
 def pack_o(spec: ModelSpec, o: jax.Array) -> jax.Array:
@@ -57,9 +59,13 @@ def pack_o(spec: ModelSpec, o: jax.Array) -> jax.Array:
     return o.T.reshape(spec.num_kv_heads, spec.queries_per_kv_head, spec.head_dim, -1)
 
 
-def pack_gate_up(spec: ModelSpec, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Twice [F, D] -> [D, 2, F]."""
-    return jnp.stack((gate.T, up.T), axis=-2)
+def _inputs_first(merge: Pack) -> Pack:
+    """[out, in] of each part -> [in, *outputs]."""
+
+    def pack(spec: ModelSpec, *parts: jax.Array) -> jax.Array:
+        return jnp.moveaxis(merge(spec, *parts), -1, 0)
+
+    return pack
 
 
 def _norm(leaf: str, tensor: str) -> Rule:
@@ -67,17 +73,21 @@ def _norm(leaf: str, tensor: str) -> Rule:
     return Rule(f"layers_{{layer}}/{leaf}/scale", (f"{_LAYER}.{tensor}.weight",), as_is)
 
 
-def _linear(leaf: str, names: tuple[str, ...], pack: Pack, split_axis: int = 0) -> tuple[Rule, ...]:
+def _linear(
+    leaf: str,
+    names: tuple[str, ...],
+    merge: Pack = as_is,
+    split_axis: int = 0,
+    pack: Pack | None = None,
+) -> tuple[Rule, ...]:
     """Kernel and bias of a product in every layer; biases lie like kernels without D."""
-    bias_pack = pack if len(names) > 1 else as_is
-    return tuple(
-        Rule(
-            f"layers_{{layer}}/{leaf}/{ours}",
-            tuple(f"{_LAYER}.{name}.{theirs}" for name in names),
-            function,
-            split_axis,
-        )
-        for ours, theirs, function in (("kernel", "weight", pack), ("bias", "bias", bias_pack))
+    leaf = f"layers_{{layer}}/{leaf}"
+    weights, biases = (
+        tuple(f"{_LAYER}.{name}.{kind}" for name in names) for kind in ("weight", "bias")
+    )
+    return (
+        Rule(f"{leaf}/kernel", weights, pack or _inputs_first(merge), split_axis, merge),
+        Rule(f"{leaf}/bias", biases, merge, split_axis),
     )
 
 
@@ -93,11 +103,11 @@ STANDARD = (
     _norm("attention/q_norm", "self_attn.q_norm"),
     _norm("attention/k_norm", "self_attn.k_norm"),
     *_linear(
-        "attention/qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), pack_qkv
+        "attention/qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), merge_qkv
     ),
-    *_linear("attention/o", ("self_attn.o_proj",), pack_o, 1),
-    *_linear("mlp/gate_up", ("mlp.gate_proj", "mlp.up_proj"), pack_gate_up),
-    *_linear("mlp/down", ("mlp.down_proj",), transpose, 1),
+    *_linear("attention/o", ("self_attn.o_proj",), split_axis=1, pack=pack_o),
+    *_linear("mlp/gate_up", ("mlp.gate_proj", "mlp.up_proj"), merge_gate_up),
+    *_linear("mlp/down", ("mlp.down_proj",), split_axis=1),
 )
 
 # A norm before each half of a layer (Llama), or before and after (Gemma).

@@ -19,8 +19,9 @@ from jaxpaged.layers.embedding import Embedding
 from jaxpaged.layers.linear import Linear
 from jaxpaged.layers.norm import RMSNorm
 from jaxpaged.layers.rope import rope_tables
-from jaxpaged.models.spec import ModelSpec
+from jaxpaged.models.spec import LayerQuantization, ModelSpec
 from jaxpaged.parallel.sharding import LAYER_SCALES_AXES, split_attention
+from jaxpaged.quantization import Quantized, Scheme
 from pallas_kernels.rms_norm import Norm, Rows
 
 Params = Any  # nested dicts of arrays
@@ -31,20 +32,23 @@ class Attention(nn.Module):
 
     spec: ModelSpec
     window: int | None
+    quantization: LayerQuantization
     dtype: Any
     backend: str
     mesh: Mesh | None
     scales_kv: bool
 
     def setup(self) -> None:
-        s = self.spec
+        s, quantized = self.spec, self.quantization
         K, G, H, D = s.num_kv_heads, s.queries_per_kv_head, s.head_dim, s.width
         # A KV head's queries, key and value lie side by side: split over KV heads, every slice
         # below stays on its device.
         split = ("kv_heads", None, None)
         linear = partial(Linear, dtype=self.dtype, fuse=fuses(self.backend, self.mesh))
-        self.qkv = linear((D,), (K, G + 2, H), (None,), split, s.qkv_bias)
-        self.o = linear((K, G, H), (D,), split, (None,), s.o_bias)
+        self.qkv = linear(
+            (D,), (K, G + 2, H), (None,), split, s.qkv_bias, scheme=scheme(quantized.qkv)
+        )
+        self.o = linear((K, G, H), (D,), split, (None,), s.o_bias, scheme=scheme(quantized.o))
         if s.qk_norm:
             self.q_norm = RMSNorm(H, s.norm_eps, s.norm_plus_one, self.dtype)
             self.k_norm = RMSNorm(H, s.norm_eps, s.norm_plus_one, self.dtype)
@@ -99,6 +103,7 @@ class MLP(nn.Module):
     """down(activation(gate) * up)."""
 
     spec: ModelSpec
+    quantization: LayerQuantization
     dtype: Any
     backend: str
     mesh: Mesh | None
@@ -108,8 +113,9 @@ class MLP(nn.Module):
         linear = partial(
             Linear, use_bias=bias, dtype=self.dtype, fuse=fuses(self.backend, self.mesh)
         )
-        self.gate_up = linear((D,), (2, F), (None,), (None, "ffn"))
-        self.down = linear((F,), (D,), ("ffn",), (None,))
+        gate_up, down = scheme(self.quantization.gate_up), scheme(self.quantization.down)
+        self.gate_up = linear((D,), (2, F), (None,), (None, "ffn"), scheme=gate_up)
+        self.down = linear((F,), (D,), ("ffn",), (None,), scheme=down)
 
     def __call__(
         self, rows: Rows, norm: RMSNorm, residual_TD: jax.Array | None, next_norm: Norm | None
@@ -123,11 +129,17 @@ def fuses(backend: str, mesh: Mesh | None) -> bool:
     return backend != "xla" and mesh is None
 
 
+def scheme(quantized: Quantized | None) -> Scheme | None:
+    """How a product's kernel is stored."""
+    return None if quantized is None else quantized.scheme
+
+
 class DecoderLayer(nn.Module):
     """Attention and MLP, each around a residual."""
 
     spec: ModelSpec
     window: int | None
+    quantization: LayerQuantization
     dtype: Any
     backend: str
     mesh: Mesh | None
@@ -137,9 +149,9 @@ class DecoderLayer(nn.Module):
         s = self.spec
         norm = partial(RMSNorm, s.width, s.norm_eps, s.norm_plus_one, self.dtype)
         self.attention = Attention(
-            s, self.window, self.dtype, self.backend, self.mesh, self.scales_kv
+            s, self.window, self.quantization, self.dtype, self.backend, self.mesh, self.scales_kv
         )
-        self.mlp = MLP(s, self.dtype, self.backend, self.mesh)
+        self.mlp = MLP(s, self.quantization, self.dtype, self.backend, self.mesh)
         self.attention_norm, self.mlp_norm = norm(), norm()
         if s.post_norms:
             self.attention_post_norm, self.mlp_post_norm = norm(), norm()
@@ -234,6 +246,7 @@ class Decoder(nn.Module):
             str(index): SharedDecoderLayer(
                 s,
                 s.layers[index].window,
+                s.layers[index].quantization,
                 self.dtype,
                 self.backend,
                 self.mesh,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from jaxpaged.layers.rope import RopeSpec
+from jaxpaged.quantization import FullPrecision, Quantized
 
+PRODUCTS = ("qkv", "o", "gate_up", "down")  # of a layer
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")  # as Hugging Face names them
 
 
@@ -14,11 +16,28 @@ class UnsupportedModelError(ValueError):
 
 
 @dataclass(frozen=True)
+class LayerQuantization:
+    """How a layer's products store their kernels; None: in the model's dtype."""
+
+    qkv: Quantized | None = None
+    o: Quantized | None = None
+    gate_up: Quantized | None = None
+    down: Quantized | None = None
+
+    @property
+    def made_while_loading(self) -> bool:
+        """Whether the checkpoint has ordinary weights all the same."""
+        found = (getattr(self, product) for product in PRODUCTS)
+        return any(how is not None and isinstance(how.source, FullPrecision) for how in found)
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """What may differ from layer to layer."""
 
     window: int | None  # tokens a query sees, itself included; None: all
     rope: RopeSpec
+    quantization: LayerQuantization = LayerQuantization()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +83,21 @@ class ModelSpec:
         """The model as a checkpoint has it."""
         return replace(
             self, num_kv_heads=self.num_kv_heads // self.kv_copies, kv_copies=1, vocab_padding=0
+        )
+
+    def quantized(self, leaf: str) -> Quantized | None:
+        """How the product is stored that `leaf` (a path in the parameter tree) is of."""
+        layer, _, rest = leaf.partition("/")
+        product = rest.split("/")[-2] if "/" in rest else ""
+        if not layer.startswith("layers_") or product not in PRODUCTS:
+            return None
+        return getattr(self.layers[int(layer.removeprefix("layers_"))].quantization, product)
+
+    def quantized_like(self, how: Quantized) -> ModelSpec:
+        """The model with every product of its layers stored in one way."""
+        same = LayerQuantization(**dict.fromkeys(PRODUCTS, how))
+        return replace(
+            self, layers=tuple(replace(layer, quantization=same) for layer in self.layers)
         )
 
     @property

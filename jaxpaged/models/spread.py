@@ -47,11 +47,14 @@ def spread_leaf(spec: ModelSpec, name: str, leaf: jax.Array) -> jax.Array:
     if name.endswith("/table") and spec.vocab_padding:
         return jnp.pad(leaf, ((0, spec.vocab_padding), (0, 0)))
     if "/attention/qkv/" in name and spec.kv_copies > 1:
-        # [..., K, G + 2, H]: the queries are dealt out, key and value copied.
-        *lead, _, _, H = leaf.shape  # lead: D, or nothing where it is a bias
-        q = leaf[..., :-2, :].reshape(*lead, spec.num_kv_heads, spec.queries_per_kv_head, H)
-        kv = jnp.repeat(leaf[..., -2:, :], spec.kv_copies, axis=-3)
-        return jnp.concatenate((q, kv), axis=-2)
+        # [K, G + 2, H], of a quantized kernel before its terms, else after them, if it has any:
+        # the queries are dealt out, key and value copied.
+        at = 0 if name.endswith("/kernel_q") else leaf.ndim - 3
+        lead, (_, _, *tail) = leaf.shape[:at], leaf.shape[at:]
+        q, kv = jnp.split(leaf, (-2 % leaf.shape[at + 1],), axis=at + 1)
+        q = q.reshape(*lead, spec.num_kv_heads, spec.queries_per_kv_head, *tail)
+        kv = jnp.repeat(kv, spec.kv_copies, axis=at)
+        return jnp.concatenate((q, kv), axis=at + 1)
     if name.endswith("/attention/o/kernel") and spec.kv_copies > 1:
         return leaf.reshape(spec.num_kv_heads, spec.queries_per_kv_head, *leaf.shape[2:])
     return leaf

@@ -62,7 +62,8 @@ def tensor_sharding(shape: Sequence[int], axis: int, leaf: NamedSharding) -> Nam
     mesh = cast(Mesh, leaf.mesh)
     devices = mesh.shape[MODEL]
     if not leaf.is_fully_replicated:
-        for split in (axis, *range(len(shape))):
+        axes = range(len(shape))
+        for split in (axis, *axes) if axis in axes else axes:
             if shape[split] % devices == 0:
                 return NamedSharding(mesh, PartitionSpec(*[None] * split, MODEL))
     return replicated(mesh)

@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator
+import json
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes  # noqa: F401  teaches NumPy, and so safetensors, the name bfloat16
+import ml_dtypes  # teaches NumPy, and so safetensors, the name bfloat16
 import numpy as np
 from jax.sharding import NamedSharding
 from safetensors import SafetensorError, safe_open
 
 from jaxpaged.model_files import ModelFilesError, read_json
 from jaxpaged.models import checkpoint_rules
-from jaxpaged.models.checkpoint_rules import Pack
+from jaxpaged.models.checkpoint_rules import Pack, Rule
 from jaxpaged.models.spec import ModelSpec
 from jaxpaged.models.spread import spread_leaf
 from jaxpaged.parallel.sharding import tensor_sharding
+from jaxpaged.quantization import KERNEL, Quantized, UnsupportedQuantizationError
 from jaxpaged.runtime.kv_scales import is_kv_scale
+from jaxpaged.runtime.quantized_leaves import (
+    Leaves,
+    kernel_leaves,
+    pack_parts,
+    part_names,
+    quantized_kernel,
+)
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 FLOAT_TYPES = ("F32", "BF16", "F16")  # as the files spell them
+QUANTIZED_TYPES = (*FLOAT_TYPES, "F8_E4M3", "I8", "U8", "I32", "I64")
 DERIVED = ".rotary_emb.inv_freq"  # follows from config.json; old checkpoints hold it all the same
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-Leaves = dict[str, jax.ShapeDtypeStruct]  # by path in the parameter tree, each with its sharding
 
 
 class SafetensorFiles:
@@ -44,6 +52,7 @@ class SafetensorFiles:
             names = sorted(set(weight_map.values()))
         self.num_bytes = 0
         self._file_of: dict[str, Any] = {}
+        self._path_of: dict[str, Path] = {}
         for name in names:
             try:
                 file = safe_open(path / name, framework="numpy")
@@ -53,19 +62,30 @@ class SafetensorFiles:
                 raise ModelFilesError(f"{path / name} is unreadable: {error}") from error
             self.num_bytes += (path / name).stat().st_size
             self._file_of.update(dict.fromkeys(file.keys(), file))
+            self._path_of.update(dict.fromkeys(file.keys(), path / name))
 
     @property
     def names(self) -> set[str]:
         return set(self._file_of)
 
-    def read(self, name: str) -> np.ndarray:
-        """A tensor as it is stored: float32, bfloat16 or float16."""
+    def read(self, name: str, types: Sequence[str] = FLOAT_TYPES) -> np.ndarray:
+        """A tensor as it is stored, in one of these types."""
         dtype = self._file_of[name].get_slice(name).get_dtype()
-        if dtype not in FLOAT_TYPES:
-            raise ModelFilesError(
-                f"{self.path}: {name} is {dtype}; supported: {', '.join(FLOAT_TYPES)}"
-            )
+        if dtype not in types:
+            raise ModelFilesError(f"{self.path}: {name} is {dtype}; supported: {', '.join(types)}")
+        if dtype == "F8_E4M3":
+            return self._read_e4m3(name)
         return self._file_of[name].get_tensor(name)
+
+    def _read_e4m3(self, name: str) -> np.ndarray:
+        """NumPy has no such type, so safetensors reads it for every framework but NumPy."""
+        with self._path_of[name].open("rb") as file:
+            header_size = int.from_bytes(file.read(8), "little")
+            begin, end = json.loads(file.read(header_size))[name]["data_offsets"]
+            file.seek(8 + header_size + begin)
+            data = file.read(end - begin)
+        shape = self._file_of[name].get_slice(name).get_shape()
+        return np.frombuffer(data, ml_dtypes.float8_e4m3fn).reshape(shape)
 
 
 def load_leaves(
@@ -86,9 +106,14 @@ def load_leaves(
         for rule in checkpoint_rules(spec)
         for layer in range(len(spec.layers) if "{layer}" in rule.leaf else 1)
     ]
-    rules = [rule for rule in rules if rule.leaf in whole]
-    _check_names(files, {name for rule in rules for name in rule.tensors}, spec)
+    rules = [rule for rule in rules if rule.leaf in whole or quantized_kernel(spec, rule)]
+    _check_names(files, rules, spec)
     for rule in rules:
+        quantized = quantized_kernel(spec, rule)
+        if quantized is not None:
+            if kernel_leaves(leaves, rule.leaf):
+                yield from _load_quantized(files, rule, quantized, leaves, spec)
+            continue
         if rule.leaf not in leaves:
             continue
         tensors = [files.read(name) for name in rule.tensors]
@@ -99,14 +124,47 @@ def load_leaves(
         except TypeError:  # a reshape or concatenation that does not come out even
             leaf = None
         if leaf is None or leaf.shape != target.shape:
-            shapes = ", ".join(
-                f"{name} {list(tensor.shape)}"
-                for name, tensor in zip(rule.tensors, tensors, strict=True)
-            )
-            raise ModelFilesError(f"{files.path}: shapes do not fit config.json: {shapes}")
+            raise _misfit(files, dict(zip(rule.tensors, tensors, strict=True)))
         yield rule.leaf, leaf, sum(tensor.nbytes for tensor in tensors)
         if spec.tie_embeddings and rule.tensors == (EMBEDDING,) and HEAD in files.names:
             _check_tied(files, tensors[0])
+
+
+def _load_quantized(
+    files: SafetensorFiles, rule: Rule, quantized: Quantized, leaves: Leaves, spec: ModelSpec
+) -> Iterator[tuple[str, jax.Array, int]]:
+    """The leaves that stand in a kernel's place."""
+    targets = kernel_leaves(leaves, rule.leaf)
+    tensors = [
+        {kind: files.read(f"{part}.{kind}", QUANTIZED_TYPES) for kind in quantized.source.tensors}
+        for part in part_names(rule)
+    ]
+    try:
+        quantized.source.check(tensors)
+    except UnsupportedQuantizationError as error:
+        raise ModelFilesError(f"{files.path}: {part_names(rule)[0]}: {error}") from error
+    pack = pack_parts(rule, quantized, spec, layerless(rule.leaf), targets)
+    target = targets[KERNEL]
+    try:
+        made = pack(
+            [
+                {kind: _put(tensor, rule.split_axis, target) for kind, tensor in part.items()}
+                for part in tensors
+            ]
+        )
+    except TypeError:
+        made = {}
+    if {name: x.shape for name, x in made.items()} != {n: t.shape for n, t in targets.items()}:
+        named = zip(part_names(rule), tensors, strict=True)
+        raise _misfit(files, {f"{n}.{kind}": x for n, part in named for kind, x in part.items()})
+    num_bytes = sum(tensor.nbytes for part in tensors for tensor in part.values())
+    for name, leaf in made.items():
+        yield rule.leaf.removesuffix("kernel") + name, leaf, num_bytes if name == KERNEL else 0
+
+
+def _misfit(files: SafetensorFiles, tensors: dict[str, np.ndarray]) -> ModelFilesError:
+    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+    return ModelFilesError(f"{files.path}: shapes do not fit config.json: {shapes}")
 
 
 def _put(tensor: np.ndarray, split_axis: int, target: jax.ShapeDtypeStruct) -> jax.Array:
@@ -131,8 +189,17 @@ def _packing(pack: Pack, spec: ModelSpec, name: str, target: jax.ShapeDtypeStruc
     return jax.jit(make, out_shardings=target.sharding)
 
 
-def _check_names(files: SafetensorFiles, wanted: set[str], spec: ModelSpec) -> None:
+def _check_names(files: SafetensorFiles, rules: Sequence[Rule], spec: ModelSpec) -> None:
+    wanted: set[str] = set()
     optional = {HEAD} if spec.tie_embeddings else set()
+    for rule in rules:
+        quantized = quantized_kernel(spec, rule)
+        if quantized is None:
+            wanted.update(rule.tensors)
+            continue
+        for part in part_names(rule):
+            wanted.update(f"{part}.{kind}" for kind in quantized.source.tensors)
+            optional.update(f"{part}.{kind}" for kind in quantized.source.ignored)
     found = {name for name in files.names if not name.endswith(DERIVED) and not is_kv_scale(name)}
     problems = [
         f"{what} {', '.join(sorted(names)[:4])}"

@@ -71,7 +71,8 @@ def start_runner(config: EngineConfig, *, serving: bool) -> Started:
     devices_of = stage_devices(config.tensor_parallel_size, config.pipeline_parallel_size)
     device, devices = devices_of[0][0], [each for part in devices_of for each in part]
     path = model_files.resolve_model(config.model, config.revision, config.download_dir)
-    spec = spread_spec(load_spec(model_files.read_config(path)), config.tensor_parallel_size)
+    stored = load_spec(model_files.read_config(path), config.quantization)
+    spec = spread_spec(stored, config.tensor_parallel_size)
     _report_spread(spec, config.tensor_parallel_size)
     dtype = model_dtype(config, spec.dtype, device.platform)
     plan = make_plan(config, spec, dtype, device.platform, serving)

@@ -23,11 +23,12 @@ from jaxpaged.models.decoder import Decoder, Params, abstract_params
 from jaxpaged.models.spec import ModelSpec
 from jaxpaged.models.spread import spread_leaf
 from jaxpaged.parallel.sharding import param_shardings, tensor_sharding
+from jaxpaged.quantization import KERNEL, Arrays, Quantized
 from jaxpaged.runtime.kv_scales import LEAF, is_kv_scale, load_kv_scales, read_scales
+from jaxpaged.runtime.quantized_leaves import Leaves, kernel_leaves, quantize_rows, stored_shape
 from jaxpaged.runtime.safetensor_files import (
     INDEX_FILE,
     SINGLE_FILE,
-    Leaves,
     SafetensorFiles,
     layerless,
     load_leaves,
@@ -75,6 +76,8 @@ def load_params(
     params: dict[str, jax.Array] = {}
     loaded: Iterator[tuple[str, jax.Array, int]] = iter(())
     if load_format == "orbax":
+        if any(layer.quantization.made_while_loading for layer in model.spec.layers):
+            raise ModelFilesError(f"--quantization reads safetensors, and {path} is Orbax")
         params = flatten_dict(_restore(path, model, leaves, whole), sep="/")
         total = 0
     elif load_format == "dummy":
@@ -198,7 +201,19 @@ def _random_leaves(
     stored = _stored_leaves(model, leaves)
     index_of = {name: index for index, name in enumerate(whole)}
     for name, leaf in leaves.items():
-        kind = name.rsplit("/", 1)[-1]
+        product, _, kind = name.rpartition("/")
+        quantized = model.spec.quantized(name)
+        if quantized is not None and kind != "bias":
+            if kind == KERNEL:
+                kernel = f"{product}/kernel"
+                shape = stored_shape(quantized, kernel_leaves(stored, kernel))
+                targets = kernel_leaves(leaves, kernel)
+                fill = _random_quantized(
+                    model.spec, layerless(kernel), quantized, shape, tuple(targets.items())
+                )
+                for array, made in fill(np.uint32(seed % 2**32), np.uint32(index_of[name])).items():
+                    yield f"{product}/{array}", made, made.nbytes
+            continue
         constant = {"bias": 0.0, "scale": 0.0 if model.spec.norm_plus_one else 1.0}.get(kind)
         if constant is None:
             make = _random_leaf(model.spec, layerless(name), stored[name].shape, leaf)
@@ -212,22 +227,42 @@ def _random_leaves(
 def _random_leaf(
     spec: ModelSpec, name: str, shape: tuple[int, ...], leaf: jax.ShapeDtypeStruct
 ) -> Any:
-    """Compiled once for all layers. An element is a hash of its index, evenly distributed: each
-    device makes its own part, where a generator would make the whole on all of them.
-    """
+    """Compiled once for all layers."""
 
     def make(seed: jax.Array, index: jax.Array) -> jax.Array:
-        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-        hashed = sum(
-            jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride % 2**32)
-            for axis, stride in enumerate(strides)
-        )
-        for word in (seed, index):
-            hashed = _mix(hashed ^ _mix(word + jnp.uint32(0x9E3779B9)))
-        evenly = (hashed >> 8).astype(jnp.float32) * (2.0**-23) - 1  # in [-1, 1)
-        return spread_leaf(spec, name, (evenly * LARGEST_RANDOM).astype(leaf.dtype))
+        return spread_leaf(spec, name, _random(shape, seed, index).astype(leaf.dtype))
 
     return jax.jit(make, out_shardings=leaf.sharding)
+
+
+@functools.cache
+def _random_quantized(
+    spec: ModelSpec,
+    name: str,
+    quantized: Quantized,
+    shape: tuple[int, ...],
+    targets: tuple[tuple[str, jax.ShapeDtypeStruct], ...],
+) -> Any:
+    """Compiled once for all layers: there is a kernel in float32 for a moment, at most."""
+
+    def make(seed: jax.Array, index: jax.Array) -> Arrays:
+        return quantize_rows(quantized, spec, name, _random(shape, seed, index), dict(targets))
+
+    return jax.jit(make, out_shardings={array: leaf.sharding for array, leaf in targets})
+
+
+def _random(shape: tuple[int, ...], seed: jax.Array, index: jax.Array) -> jax.Array:
+    """Float32 numbers, evenly distributed. An element is a hash of its index: each device makes its
+    own part, where a generator would make the whole on all of them.
+    """
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    hashed = sum(
+        jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride % 2**32)
+        for axis, stride in enumerate(strides)
+    )
+    for word in (seed, index):
+        hashed = _mix(hashed ^ _mix(word + jnp.uint32(0x9E3779B9)))
+    return ((hashed >> 8).astype(jnp.float32) * (2.0**-23) - 1) * LARGEST_RANDOM
 
 
 def _mix(x: jax.Array) -> jax.Array:

@@ -100,7 +100,10 @@ def test_specs_are_hashable() -> None:
     [
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration"),
         ({"architectures": None, "model_type": "mamba"}, "none .model type 'mamba'."),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization 'gptq'"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "ordinary weights with --quant",
+        ),
         ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' .*bfloat16"),
         ({"hidden_act": "relu"}, "activation 'relu' .*silu"),
         ({"num_attention_heads": 4}, "num_attention_heads 4 is not a multiple"),

@@ -10,6 +10,7 @@ import argparse
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.paged_attention_triton import paged_attention_triton
+from pallas_kernels.quantized_linear import quantized_linear
 from pallas_kernels.rms_norm import Rows, half_norm
 from pallas_kernels.rope_write import Written, rope_write
 from pallas_kernels.sample_top_k_top_p import sample_top_k_top_p
@@ -186,6 +188,37 @@ def compile_linear(
         return jax.jit(product).lower(*operands).compile()
 
 
+# D, F, kernel, dtype of the rows, groups: the products of Qwen2.5 7B in every storage.
+QUANTIZED: tuple[tuple[int, int, str, str, int], ...] = (
+    (3584, 4608, "float8_e4m3fn", "float8_e4m3fn", 1),
+    (3584, 37888, "float8_e4m3fn", "bfloat16", 28),
+    (18944, 3584, "int8", "bfloat16", 1),
+    (3584, 3584, "uint8", "bfloat16", 28),
+    (896, 896, "uint8", "float16", 7),
+)
+
+
+def compile_quantized(
+    mesh: Mesh, T: int, D: int, F: int, kernel: str, rows: str, groups: int
+) -> jax.stages.Compiled:
+    sharding = NamedSharding(mesh, PartitionSpec())
+
+    def like(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+
+    def product(x_TD: jax.Array, kernel_FX: jax.Array, scale: jax.Array, **rest: Any) -> jax.Array:
+        return quantized_linear(x_TD, kernel_FX, scale, **rest)
+
+    scale = (groups, F) if groups > 1 else (F,)
+    rest = {"row_scale_T": like((T,), "float32")} if rows == kernel else {}
+    if groups > 1 and kernel == "uint8":
+        rest["zero_GF"] = like(scale, "int8")
+    stored = like((F, D // 2 if kernel == "uint8" else D), kernel)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = jax.jit(product).lower(like((T, D), rows), stored, like(scale, "float32"), **rest)
+        return lowered.compile()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--names", nargs="*", default=list(SHAPES), choices=list(SHAPES))
@@ -195,6 +228,7 @@ def main() -> None:
     parser.add_argument("--rope-write", action="store_true", help="that kernel, not attention")
     parser.add_argument("--sampling", nargs="*", type=int, default=[], metavar="R", help="rows")
     parser.add_argument("--linear", nargs="*", type=int, default=[], metavar="T", help="rows")
+    parser.add_argument("--quantized", nargs="*", type=int, default=[], metavar="T", help="rows")
     args = parser.parse_args()
     mesh = h200_mesh()
     for R in args.sampling:
@@ -203,6 +237,9 @@ def main() -> None:
     for T, case in product(args.linear, LINEAR):
         compile_linear(mesh, T, *case)
         print(f"compiled linear {T} {case}", flush=True)
+    for T, shape in product(args.quantized, QUANTIZED):
+        compile_quantized(mesh, T, *shape)
+        print(f"compiled quantized {T} {shape}", flush=True)
     for name, dtype, size in product(args.names, args.dtypes, args.steps):
         T, B = map(int, size.split("x"))
         if args.rope_write:

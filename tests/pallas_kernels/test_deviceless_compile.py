@@ -73,3 +73,7 @@ def test_sampling_needs_little_memory() -> None:
 
 def test_products_of_few_rows() -> None:
     assert len(compiled("--names", "--linear", "1", "16", "32")) == 21
+
+
+def test_products_with_quantized_kernels() -> None:
+    assert len(compiled("--names", "--quantized", "1", "32", "64")) == 15

@@ -94,3 +94,12 @@ def test_sampling_exchanges_candidates_and_sums_but_no_logits(report: dict[str, 
 
 def test_weights_of_every_origin_go_to_their_parts(report: dict[str, Any]) -> None:
     assert len(report["weights"]) == 6 and all(report["weights"].values())
+
+
+def test_quantized_weights_are_split_too(report: dict[str, Any]) -> None:
+    found = report["quantized"]
+    assert found["two"] == found["one"]
+    steps = [each for each in found["executables"] if each["kind"] == "forward"]
+    for step in steps:
+        kinds = [kind for kind, _ in step["collectives"]]
+        assert kinds == ["all-reduce"] * (1 + 2 * found["layers"])

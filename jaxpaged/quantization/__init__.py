@@ -1,0 +1,47 @@
+"""Weights in fewer bits. A new scheme: its file here, and its name in `ON_THE_FLY`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jaxpaged.quantization.checkpoint import checkpoint_reader
+from jaxpaged.quantization.fp8 import Fp8
+from jaxpaged.quantization.scheme import (
+    KERNEL,
+    ORDER,
+    Arrays,
+    ArraySpec,
+    FullPrecision,
+    Quantized,
+    Scheme,
+    Source,
+    UnsupportedQuantizationError,
+    arrange,
+)
+from jaxpaged.quantization.weight_only import WeightOnly
+
+__all__ = [
+    "KERNEL",
+    "ON_THE_FLY",
+    "ORDER",
+    "ArraySpec",
+    "Arrays",
+    "FullPrecision",
+    "Quantized",
+    "Scheme",
+    "Source",
+    "UnsupportedQuantizationError",
+    "arrange",
+    "checkpoint_reader",
+]
+
+# What `--quantization` makes of ordinary weights.
+ON_THE_FLY: Mapping[str, Quantized] = {
+    name: Quantized(scheme, FullPrecision())
+    for name, scheme in (
+        ("fp8_per_tensor", Fp8(per_tensor=True)),
+        ("fp8_per_channel", Fp8()),
+        ("int8_per_channel_weight_only", WeightOnly("int8")),
+        ("int4_per_group_weight_only", WeightOnly("int4", group=128)),
+    )
+}

@@ -1,0 +1,88 @@
+"""8-bit floats as DeepSeek, Qwen and AutoFP8 ("fp8") and NVIDIA's ModelOpt store them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxpaged.quantization.formats import (
+    Settings,
+    contains,
+    expand_scales,
+    matches,
+    require,
+)
+from jaxpaged.quantization.fp8 import Fp8
+from jaxpaged.quantization.scheme import KERNEL, Arrays, Quantized, Scheme, Source
+from jaxpaged.quantization.weight_only import E4M3, WeightOnly
+
+# Activations get a scale a token whatever was calibrated; those of pages are read elsewhere.
+IGNORED = ("input_scale", "k_scale", "v_scale", "output_scale")
+
+
+@dataclass(frozen=True)
+class Whole(Source):
+    """e4m3 with one scale a tensor, or an output."""
+
+    tensors: tuple[str, ...] = ("weight", "weight_scale")
+    ignored: tuple[str, ...] = IGNORED
+
+    def unpack(self, scheme: Scheme, tensors: Mapping[str, jax.Array]) -> Arrays:
+        """[O, I] and a scale, one or [O] or [O, 1]."""
+        weight, scale = tensors["weight"], tensors["weight_scale"].astype(jnp.float32)
+        return {
+            KERNEL: weight,
+            "kernel_scale": jnp.broadcast_to(scale.reshape(-1), weight.shape[:1]),
+        }
+
+
+@dataclass(frozen=True)
+class Blocks(Source):
+    """e4m3 with a scale for each block of outputs and terms."""
+
+    block: int
+    scale: str = "weight_scale_inv"
+    ignored: tuple[str, ...] = IGNORED
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Weights and scales."""
+        return ("weight", self.scale)
+
+    def unpack(self, scheme: Scheme, tensors: Mapping[str, jax.Array]) -> Arrays:
+        """[O, I] and [O / block, I / block]."""
+        rows, terms = tensors["weight"].shape
+        scale, group = tensors[self.scale].astype(jnp.float32), math.gcd(self.block, terms)
+        return {
+            KERNEL: tensors["weight"],
+            "kernel_scale": expand_scales(scale, rows, self.block, terms, group),
+        }
+
+
+def blocks(block: int, scale: str = "weight_scale_inv") -> Quantized:
+    """Weights in blocks, activations as they are."""
+    return Quantized(WeightOnly(E4M3, group=block), Blocks(block, scale))
+
+
+def reader(settings: Settings) -> Callable[[str], Quantized | None]:
+    """quant_method "fp8"."""
+    require("fp8", "fmt", settings.get("fmt", "e4m3"), ("e4m3", "float8_e4m3fn"))
+    found = Quantized(Fp8(), Whole())
+    if settings.get("weight_block_size"):
+        block = settings["weight_block_size"]
+        require("fp8", "weight_block_size", list(block), ([128, 128], [64, 64], [32, 32]))
+        found = blocks(block[0])
+    plain = (settings.get("modules_to_not_convert") or []) + (settings.get("ignored_layers") or [])
+    return lambda name: None if contains(name, plain) else found
+
+
+def modelopt_reader(settings: Settings) -> Callable[[str], Quantized | None]:
+    """quant_method "modelopt"."""
+    require("modelopt", "quant_algo", settings.get("quant_algo"), ("FP8",))
+    plain = (settings.get("ignore") or []) + (settings.get("exclude_modules") or [])
+    found = Quantized(Fp8(), Whole())
+    return lambda name: None if matches(name, plain) or contains(name, plain) else found

@@ -1,0 +1,64 @@
+"""What the formats of quantized checkpoints have in common: names of modules and packed words."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpaged.quantization.scheme import UnsupportedQuantizationError
+
+Settings = Mapping[str, Any]  # quantization_config of config.json
+
+
+def contains(name: str, keys: Iterable[str]) -> bool:
+    """Whether a key is a module's name, or some of its steps: `mlp`, `layers.0`, `mlp.up_proj`."""
+    return any(f".{key.strip('.')}." in f".{name}." for key in keys)
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a pattern is a module's name, a shell pattern of it or `re:` and an expression."""
+    for pattern in patterns:
+        if pattern.startswith("re:"):
+            if re.match(pattern[3:], name):
+                return True
+        elif fnmatch.fnmatchcase(name, pattern):
+            return True
+    return False
+
+
+def require(method: str, key: str, value: Any, supported: Iterable[Any]) -> None:
+    """Raises UnsupportedQuantizationError unless a setting has a value that is supported."""
+    supported = tuple(supported)
+    if value not in supported:
+        raise UnsupportedQuantizationError(
+            f"config.json: quantization {method!r} with {key} {value!r} is not supported; "
+            f"supported: {', '.join(map(str, supported))}"
+        )
+
+
+def unpack_words(words: jax.Array, bits: int, axis: int) -> jax.Array:
+    """Unsigned numbers of `bits` bits along an axis of int32 words, the lowest bits first."""
+    words = jnp.moveaxis(words, axis, -1).astype(jnp.uint32)
+    parts = words[..., None] >> jnp.arange(0, 32, bits, dtype=jnp.uint32) & (2**bits - 1)
+    numbers = parts.astype(jnp.int32).reshape(*words.shape[:-1], -1)
+    return jnp.moveaxis(numbers, -1, axis)
+
+
+def expand_scales(scale: jax.Array, rows: int, block: int, terms: int, group: int) -> jax.Array:
+    """Scales of blocks of rows and terms, for each row and smaller groups of terms.
+
+    Args:
+        scale: [blocks of rows, blocks of terms], square blocks of `block`.
+        rows: outputs; the last block may be a smaller one, and so with the terms.
+        group: terms of a group, a divisor of `block` and `terms`.
+
+    Returns:
+        [rows, terms / group].
+    """
+    by_row = jnp.repeat(scale, block, axis=0)[:rows]
+    return jnp.repeat(by_row, block // group, axis=1)[:, : terms // group]

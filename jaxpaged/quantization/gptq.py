@@ -1,0 +1,122 @@
+"""GPTQ's weights in 4 or 8 bits, in both versions of its checkpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpaged.quantization.formats import Settings, require, unpack_words
+from jaxpaged.quantization.scheme import (
+    KERNEL,
+    ORDER,
+    Arrays,
+    Quantized,
+    Scheme,
+    Source,
+    UnsupportedQuantizationError,
+)
+from jaxpaged.quantization.weight_only import WeightOnly, pack_int4
+
+
+@dataclass(frozen=True)
+class Gptq(Source):
+    """Words of neighbouring terms of an output.
+
+    Attributes:
+        bits: 4 or 8.
+        whole: there is one group, of all terms.
+        has_zero: zero points are stored that are not the middle.
+        ordered: terms are grouped by g_idx, not by where they stand.
+        zero_offset: stored zero points are less by this: 1 in checkpoints of the first version.
+    """
+
+    bits: int
+    whole: bool
+    has_zero: bool
+    ordered: bool
+    zero_offset: int
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """What says something."""
+        return (
+            "qweight",
+            "scales",
+            *(("qzeros",) if self.has_zero else ()),
+            *(("g_idx",) if self.ordered else ()),
+        )
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """What says nothing."""
+        return tuple({"qzeros", "g_idx"} - set(self.tensors))
+
+    def check(self, parts: Sequence[Mapping[str, np.ndarray]]) -> None:
+        """Parts of one product share their rows, and so the order of these."""
+        if not self.ordered:
+            return
+        g_idx = parts[0]["g_idx"]
+        groups, size = parts[0]["scales"].shape[0], g_idx.size
+        if not np.array_equal(np.sort(g_idx), np.arange(size) // (size // groups)):
+            raise UnsupportedQuantizationError("its g_idx makes groups of different sizes")
+        if any(not np.array_equal(part["g_idx"], g_idx) for part in parts):
+            raise UnsupportedQuantizationError("its g_idx differs between parts of a product")
+
+    def unpack(self, scheme: Scheme, tensors: Mapping[str, jax.Array]) -> Arrays:
+        """[I · bits / 32, O] words, [groups, O] scales, [groups, O · bits / 32] words of zeros."""
+        middle = 2 ** (self.bits - 1)
+        kernel = unpack_words(tensors["qweight"], self.bits, 0).T - middle
+        arrays = {}
+        if self.ordered:
+            if kernel.shape[1:] != tensors["g_idx"].shape:
+                raise TypeError("the order is not of these terms")
+            arrays[ORDER] = jnp.argsort(tensors["g_idx"], stable=True).astype(jnp.int32)
+            kernel = kernel[:, arrays[ORDER]]
+        arrays[KERNEL] = pack_int4(kernel) if self.bits == 4 else kernel.astype(jnp.int8)
+        arrays["kernel_scale"] = self._groups(tensors["scales"].astype(jnp.float32))
+        if self.has_zero:
+            zero = unpack_words(tensors["qzeros"], self.bits, 1) + self.zero_offset
+            zero = (zero & (2**self.bits - 1)) - middle
+            arrays["kernel_zero"] = self._groups(zero.astype(jnp.int8))
+        return arrays
+
+    def _groups(self, x_GO: jax.Array) -> jax.Array:
+        return x_GO[0] if self.whole else x_GO.T
+
+
+def reader(settings: Settings) -> Callable[[str], Quantized | None]:
+    """quant_method "gptq"."""
+    dynamic = settings.get("dynamic") or {}
+    blocks = [
+        name for block in settings.get("modules_in_block_to_quantize") or [] for name in block
+    ]
+    _quantized(settings)
+
+    def read(name: str) -> Quantized | None:
+        if blocks and not name.endswith(tuple(blocks)):
+            return None
+        for pattern, changes in dynamic.items():
+            if re.match(pattern.removeprefix("-:").removeprefix("+:"), name):
+                return None if pattern.startswith("-:") else _quantized({**settings, **changes})
+        return _quantized(settings)
+
+    return read
+
+
+def _quantized(settings: Mapping[str, Any]) -> Quantized:
+    bits, group = settings.get("bits", 0), settings.get("group_size", 128)
+    version = settings.get("checkpoint_format") or "gptq"
+    require("gptq", "bits", bits, (4, 8))
+    require("gptq", "checkpoint_format", version, ("gptq", "gptq_v2"))
+    has_zero, whole = not settings.get("sym", True), group in (-1, None)
+    ordered = bool(settings.get("desc_act")) and not whole
+    return Quantized(
+        WeightOnly(f"int{bits}", None if whole else group, has_zero, ordered),
+        Gptq(bits, whole, has_zero, ordered, zero_offset=1 if version == "gptq" else 0),
+    )

@@ -1,0 +1,173 @@
+"""What a way of storing weights in fewer bits consists of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.quantized_linear import is_supported, quantized_linear
+
+Arrays = dict[str, jax.Array]
+
+# The array that holds the weights: [*outputs, terms], as 8-bit products want it. Beside it may be
+# others: [*outputs], or [terms, *outputs], since a block of outputs is read at once.
+KERNEL = "kernel_q"
+ORDER = "kernel_order"  # [terms]: which of the inputs each of the terms multiplies
+
+
+class UnsupportedQuantizationError(ValueError):
+    """Quantized weights that nothing here reads; the message says what was found."""
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """One of the arrays that take a kernel's place.
+
+    Attributes:
+        dtype: as it is stored.
+        terms: values along the axis that is summed over; None: one value an output.
+    """
+
+    dtype: Any
+    terms: int | None = None
+
+    def shape(self, name: str, outputs: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the array of this name in a product with these outputs."""
+        terms = () if self.terms is None else (self.terms,)
+        if name == ORDER:
+            return terms
+        return (*outputs, *terms) if name == KERNEL else (*terms, *outputs)
+
+    def axes(
+        self, name: str, outputs: tuple[str | None, ...], terms: str | None
+    ) -> tuple[str | None, ...]:
+        """Their logical names. Along the terms only the kernel itself is ever split."""
+        if name == ORDER:
+            return (None,)
+        if name == KERNEL:
+            return (*outputs, terms)
+        return outputs if self.terms is None else (None, *outputs)
+
+
+def arrange(name: str, rows: jax.Array, has_terms: bool) -> jax.Array:
+    """From [*outputs, its terms] to the order in which `ArraySpec` has an array's axes."""
+    return jnp.moveaxis(rows, -1, 0) if has_terms and name not in (KERNEL, ORDER) else rows
+
+
+class Scheme(Protocol):
+    """How weights are stored and multiplied with. Frozen and hashable: part of a model's spec."""
+
+    @property
+    def packed(self) -> int:
+        """Weights in one element of the kernel."""
+
+    def arrays(self, size: int) -> Mapping[str, ArraySpec]:
+        """What is stored of a kernel that sums over `size` terms, by name."""
+
+    def quantize(self, weight: jax.Array) -> Arrays:
+        """The arrays of weights [..., I], each [..., its terms]; axes before the last are rows.
+
+        All the rows count as one tensor where a scheme has one scale a tensor.
+        """
+
+    def product(self, x_TI: jax.Array, arrays: Mapping[str, jax.Array], fuse: bool) -> jax.Array:
+        """Rows times the kernel: [T, *outputs], in the dtype of `x_TI`.
+
+        Args:
+            x_TI: rows.
+            arrays: as `arrays` says, with the outputs' axes.
+            fuse: whether GPU kernels may do it.
+        """
+
+
+class Source(Protocol):
+    """Where the arrays of a product's part come from. Frozen and hashable."""
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """What a checkpoint stores of a part, by the end of its name."""
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """What it may store beside, that is not needed."""
+
+    def check(self, parts: Sequence[Mapping[str, np.ndarray]]) -> None:
+        """Raise an `UnsupportedQuantizationError` if these parts do not make a product."""
+        return
+
+    def unpack(self, scheme: Scheme, tensors: Mapping[str, jax.Array]) -> Arrays:
+        """The scheme's arrays of one part, each [O, its terms], but an order [its terms]."""
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """How a product's kernel is stored, and what it is made of."""
+
+    scheme: Any  # a Scheme
+    source: Any  # a Source
+
+
+@dataclass(frozen=True)
+class FullPrecision(Source):
+    """A checkpoint's ordinary weights, quantized tensor by tensor while they are loaded."""
+
+    tensors: tuple[str, ...] = ("weight",)
+    ignored: tuple[str, ...] = ()
+
+    def unpack(self, scheme: Scheme, tensors: Mapping[str, jax.Array]) -> Arrays:
+        """[O, I] in any float."""
+        return scheme.quantize(tensors["weight"].astype(jnp.float32))
+
+
+def contract(
+    x_TI: jax.Array, kernel: jax.Array, precision: Any = None, dtype: Any = None
+) -> jax.Array:
+    """[T, I] times [*outputs, I] is [T, *outputs]."""
+    return jax.lax.dot_general(
+        x_TI,
+        kernel,
+        (((1,), (kernel.ndim - 1,)), ((), ())),
+        precision=precision,
+        preferred_element_type=dtype,
+    )
+
+
+def sum_dtype(dtype: Any) -> Any:
+    """Of sums that are yet to be scaled: the model's, but float16 could overflow."""
+    return jnp.float32 if dtype == jnp.float16 else dtype
+
+
+def few_rows(
+    x_TI: jax.Array,
+    kernel: jax.Array,
+    scale: jax.Array,
+    zero: jax.Array | None = None,
+    row_scale_T: jax.Array | None = None,
+    *,
+    dtype: Any,
+) -> jax.Array | None:
+    """The product by `quantized_linear`: [T, *outputs] in `dtype`; None: not a case for it.
+
+    Args:
+        kernel: [*outputs, its terms].
+        scale, zero: [*outputs] or [groups, *outputs].
+    """
+    (T, size), outputs = x_TI.shape, kernel.shape[:-1]
+    F, lead = math.prod(outputs), scale.shape[: scale.ndim - len(outputs)]
+    if not is_supported(T=T, D=size, F=F, group=size // math.prod(lead), dtype=dtype):
+        return None
+    y_TF = quantized_linear(
+        x_TI,
+        kernel.reshape(F, -1),
+        scale.reshape(*lead, F),
+        zero_GF=None if zero is None else zero.reshape(-1, F),
+        row_scale_T=row_scale_T,
+        dtype=dtype,
+    )
+    return y_TF.reshape(T, *outputs)

@@ -1,0 +1,132 @@
+"""Weights in 8 or 4 bits that are widened inside the product; activations stay as they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpaged.quantization.scheme import (
+    KERNEL,
+    ORDER,
+    Arrays,
+    ArraySpec,
+    contract,
+    few_rows,
+    sum_dtype,
+)
+
+E4M3 = "float8_e4m3fn"
+# Of the number types that weights are stored in: the largest value of a symmetric scale.
+LARGEST = {E4M3: 448.0, "int8": 127.0, "int4": 7.0}
+
+
+@dataclass(frozen=True)
+class WeightOnly:
+    """Weights `(kernel_q - kernel_zero) * kernel_scale`.
+
+    Attributes:
+        storage: float8_e4m3fn, int8 or int4; of the last, two neighbours share a byte, the first
+            in its low half, each plus 8.
+        group: neighbouring terms of an output that share a scale; None: all of them.
+        has_zero: groups have a zero point too, an integer.
+        ordered: an array says which input each of the terms belongs to.
+    """
+
+    storage: str
+    group: int | None = None
+    has_zero: bool = False
+    ordered: bool = False
+
+    @property
+    def packed(self) -> int:
+        """Two to a byte, where they have four bits."""
+        return 2 if self.storage == "int4" else 1
+
+    def group_size(self, size: int) -> int:
+        """Terms to a scale where `size` are summed: a group divides them."""
+        return size if self.group is None else math.gcd(self.group, size)
+
+    def arrays(self, size: int) -> Mapping[str, ArraySpec]:
+        """[*outputs, I], packed [*outputs, I / 2]; scales [*outputs] or [groups, *outputs]."""
+        stored = jnp.dtype("uint8" if self.storage == "int4" else self.storage)
+        groups = None if self.group is None else size // self.group_size(size)
+        arrays = {
+            KERNEL: ArraySpec(stored, size // self.packed),
+            "kernel_scale": ArraySpec(jnp.float32, groups),
+        }
+        if self.has_zero:
+            arrays["kernel_zero"] = ArraySpec(jnp.int8, groups)
+        if self.ordered:
+            arrays[ORDER] = ArraySpec(jnp.int32, size)
+        return arrays
+
+    def quantize(self, weight: jax.Array) -> Arrays:
+        """Round to nearest, symmetric: a scale's largest becomes the type's."""
+        *rows, size = weight.shape
+        groups = weight.reshape(*rows, -1, self.group_size(size))
+        largest = jnp.max(jnp.abs(groups), -1, keepdims=True)
+        scale = jnp.where(largest > 0, largest * (1 / LARGEST[self.storage]), 1.0)
+        quotient = (groups / scale).reshape(weight.shape)
+        if self.storage == E4M3:
+            kernel = jnp.clip(quotient, -LARGEST[E4M3], LARGEST[E4M3]).astype(E4M3)
+        else:
+            kernel = jnp.round(quotient).astype(jnp.int8)
+        arrays = {
+            KERNEL: pack_int4(kernel) if self.storage == "int4" else kernel,
+            "kernel_scale": scale[..., 0, 0] if self.group is None else scale[..., 0],
+        }
+        if self.has_zero:
+            arrays["kernel_zero"] = jnp.zeros(arrays["kernel_scale"].shape, jnp.int8)
+        if self.ordered:
+            arrays[ORDER] = jnp.arange(size, dtype=jnp.int32)
+        return arrays
+
+    def product(self, x_TI: jax.Array, arrays: Mapping[str, jax.Array], fuse: bool) -> jax.Array:
+        """By a kernel that widens on the way, or the plain way: widen, then multiply."""
+        if self.ordered:
+            x_TI = jnp.take(x_TI, arrays[ORDER], axis=1)
+        if fuse:
+            zero = arrays.get("kernel_zero")
+            y = few_rows(x_TI, arrays[KERNEL], arrays["kernel_scale"], zero, dtype=x_TI.dtype)
+            if y is not None:
+                return y
+        precision = jax.lax.Precision.HIGHEST if x_TI.dtype == jnp.float32 else None
+        if self.group is None and not self.has_zero and self.storage != "int4":
+            # Exact in the dtype of x: XLA may widen them on their way into the product.
+            kernel, sums = arrays[KERNEL].astype(x_TI.dtype), sum_dtype(x_TI.dtype)
+            y = contract(x_TI, kernel, precision, sums).astype(jnp.float32)
+            return (y * arrays["kernel_scale"]).astype(x_TI.dtype)
+        return contract(x_TI, self.dequantize(arrays, x_TI.dtype), precision)
+
+    def dequantize(self, arrays: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
+        """The kernel [*outputs, I], rounded to `dtype` once."""
+        kernel = arrays[KERNEL]
+        if self.storage == "int4":
+            kernel = unpack_int4(kernel)
+        wide = kernel.astype(jnp.float32)
+        if self.has_zero:
+            wide -= self._along_terms(arrays["kernel_zero"].astype(jnp.float32), wide.shape[-1])
+        return (wide * self._along_terms(arrays["kernel_scale"], wide.shape[-1])).astype(dtype)
+
+    def _along_terms(self, x: jax.Array, size: int) -> jax.Array:
+        """[*outputs] or [groups, *outputs], a value for each term: [*outputs, I or 1]."""
+        if self.group is None:
+            return x[..., None]
+        return jnp.repeat(jnp.moveaxis(x, 0, -1), self.group_size(size), axis=-1)
+
+
+def pack_int4(x: jax.Array) -> jax.Array:
+    """Integers from -8 to 7 [..., I], two to a byte: [..., I / 2]."""
+    pairs = (x + 8).astype(jnp.uint8).reshape(*x.shape[:-1], -1, 2)
+    return pairs[..., 0] | pairs[..., 1] << 4
+
+
+def unpack_int4(x: jax.Array) -> jax.Array:
+    """What `pack_int4` packed, as int8."""
+    pairs = jnp.stack((x & 15, x >> 4), axis=-1).astype(jnp.int8)
+    return pairs.reshape(*x.shape[:-1], -1) - 8

@@ -1,0 +1,123 @@
+"""Products with quantized kernels against float64, in interpret mode."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.quantized_linear import (
+    TuningConfig,
+    is_supported,
+    quantized_linear,
+    tuning_config,
+)
+
+D, F = 256, 128
+E4M3 = jnp.float8_e4m3fn
+WHOLE, SPLIT = TuningConfig(64, 16, 64, 1, 4, 2), TuningConfig(128, 32, 32, 3, 4, 2)
+RNG = np.random.default_rng(0)
+KINDS = ("e4m3 rows", "e4m3", "e4m3 groups", "int8", "int8 zero", "int4 groups", "int4 groups zero")
+
+op = partial(quantized_linear, interpret=True)
+
+
+def operands(kind: str, T: int) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array], np.ndarray]:
+    """Arguments, options and the result in float64."""
+    x_TD = jnp.asarray(RNG.normal(size=(T, D)), E4M3 if "rows" in kind else jnp.bfloat16)
+    groups = 4 if "groups" in kind else 1
+    scale_GF = jnp.asarray(RNG.uniform(0.5, 2, (groups, F)) / 64, jnp.float32)
+    options: dict[str, jax.Array] = {}
+    if "e4m3" in kind:
+        kernel = jnp.asarray(RNG.normal(size=(F, D)) * 4, E4M3)
+        wide = np.asarray(kernel, np.float64)
+    else:
+        low, high = (-8, 8) if "int4" in kind else (-128, 128)
+        wide = RNG.integers(low, high, (F, D)).astype(np.float64)
+        kernel = jnp.asarray(wide, jnp.int8)
+        if "int4" in kind:
+            kernel = jnp.asarray(wide[:, ::2] + 8 + 16 * (wide[:, 1::2] + 8), jnp.uint8)
+    if "zero" in kind:
+        options["zero_GF"] = jnp.asarray(RNG.integers(-7, 8, (groups, F)), jnp.int8)
+        wide = wide - np.repeat(np.asarray(options["zero_GF"], float), D // groups, 0).T
+    if "rows" in kind:
+        options["row_scale_T"] = jnp.asarray(RNG.uniform(0.5, 2, T), jnp.float32)
+    dense = wide * np.repeat(np.asarray(scale_GF, np.float64), D // groups, 0).T
+    want = np.asarray(x_TD, np.float64) @ dense.T
+    if "rows" in kind:
+        want = want * np.asarray(options["row_scale_T"])[:, None]
+    scale = scale_GF if groups > 1 else scale_GF[0]
+    return (x_TD, kernel, scale), options, want
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_agrees_with_float64(kind: str) -> None:
+    T, config = {"e4m3": (1, WHOLE), "int8": (40, WHOLE)}.get(kind, (27, SPLIT))
+    arguments, options, want = operands(kind, T)
+    y_TF = op(*arguments, config=config, **options)
+    assert (y_TF.dtype, y_TF.shape) == (jnp.bfloat16, (T, F))
+    np.testing.assert_allclose(np.asarray(y_TF, float), want, rtol=1e-2, atol=1e-2)
+
+
+def test_float16() -> None:
+    (x_TD, *others), options, want = operands("int4 groups", 3)
+    y_TF = op(x_TD.astype(jnp.float16), *others, config=WHOLE, **options)
+    assert y_TF.dtype == jnp.float16
+    np.testing.assert_allclose(np.asarray(y_TF, float), want, rtol=2e-3, atol=2e-3)
+
+
+def test_a_row_does_not_depend_on_the_others(config: TuningConfig = SPLIT) -> None:
+    (x_TD, *others), options, _ = operands("int4 groups zero", 8)
+    y_TF = op(x_TD, *others, config=config, **options)
+    changed_TF = op(x_TD.at[1:].multiply(-3), *others, config=config, **options)
+    np.testing.assert_array_equal(y_TF[:1], changed_TF[:1])
+    np.testing.assert_array_equal(y_TF[:1], op(x_TD[:1], *others, config=config, **options))
+
+
+def test_operands_out_of_bounds() -> None:
+    (x_TD, kernel, scale), _, _ = operands("int8", 4)
+    (_, packed, scale_GF), _, _ = operands("int4 groups", 4)
+    calls: tuple[tuple[tuple[Any, ...], TuningConfig], ...] = (
+        ((x_TD, kernel[:, 1:], scale), WHOLE),
+        ((x_TD, packed[:, 1:], scale_GF), WHOLE),
+        ((x_TD, kernel, scale[1:]), WHOLE),
+        ((x_TD, kernel.astype(jnp.int32), scale), WHOLE),
+        ((x_TD.astype(E4M3), kernel, scale), WHOLE),
+        ((x_TD.astype(jnp.float32), kernel, scale), WHOLE),
+        ((x_TD, kernel[:96], scale[:96]), WHOLE),
+        ((x_TD, packed, scale_GF), dataclasses.replace(WHOLE, block_in=128)),
+    )
+    for operands_, config in calls:
+        with pytest.raises(ValueError, match=r"fit|expected|go with"):
+            op(*operands_, config=config)
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(TuningConfig)])
+def test_bad_settings(field: str) -> None:
+    with pytest.raises(ValueError, match=field):
+        dataclasses.replace(WHOLE, **{field: 170})
+
+
+@pytest.mark.parametrize("T", [1, 17, 64])
+@pytest.mark.parametrize(
+    ("inner", "outer"), [(3584, 4608), (3584, 3584), (3584, 37888), (18944, 3584), (896, 1152)]
+)
+def test_settings_fit_real_models(T: int, inner: int, outer: int) -> None:
+    for group in (inner, 128, 64, 32):
+        for rows in (jnp.bfloat16, E4M3):
+            sizes = {"T": T, "D": inner, "F": outer, "group": group}
+            assert is_supported(**sizes, dtype=jnp.bfloat16)
+            config = tuning_config(**sizes, rows_dtype=rows)
+            assert config.fits(inner, outer, group)
+
+
+def test_what_is_left_to_others() -> None:
+    sizes = {"T": 8, "D": 256, "F": 128, "group": 64, "dtype": jnp.float16}
+    assert is_supported(**sizes)
+    for change in ({"T": 65}, {"F": 96}, {"group": 16}, {"group": 192}, {"dtype": jnp.float32}):
+        assert not is_supported(**(sizes | change))

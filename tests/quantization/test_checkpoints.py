@@ -1,0 +1,181 @@
+"""Checkpoints of every format, made by their own tools (scripts/make_quantized_fixtures.py)."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_models
+from flax import linen as nn
+from flax.traverse_util import flatten_dict, unflatten_dict
+from paged_runner import PagedRunner, make_decoder
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from jaxpaged.model_files import ModelFilesError
+from jaxpaged.models import load_spec
+from jaxpaged.models.decoder import abstract_params
+from jaxpaged.models.spec import UnsupportedModelError
+from jaxpaged.quantization.fp8 import Fp8
+from jaxpaged.runtime.safetensor_files import QUANTIZED_TYPES, SafetensorFiles
+from jaxpaged.runtime.weights import load_params
+
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "quantized.safetensors"
+CONFIG = tiny_models.QUANTIZED
+Tensors = dict[str, np.ndarray]
+
+
+@cache
+def settings() -> dict[str, Any]:
+    """quantization_config of each format."""
+    with safe_open(FIXTURE, framework="numpy") as file:
+        return {name: json.loads(text) for name, text in file.metadata().items()}
+
+
+class OneFile(SafetensorFiles):
+    """The fixture, which has 8-bit floats that NumPy's reader does not know."""
+
+    def __init__(self) -> None:
+        file = safe_open(FIXTURE, framework="numpy")
+        self.path = FIXTURE
+        self._file_of = dict.fromkeys(file.keys(), file)
+        self._path_of = dict.fromkeys(file.keys(), FIXTURE)
+
+
+def stored(name: str) -> tuple[Tensors, np.ndarray]:
+    """A checkpoint's tensors, and the reference's logits after each prompt."""
+    files, tensors = OneFile(), tiny_models.tensors(CONFIG)
+    found = {
+        key.removeprefix(name + "/"): np.asarray(files.read(key, QUANTIZED_TYPES))
+        for key in files.names
+        if key.startswith(name + "/")
+    }
+    logits = found.pop("logits")
+    for key in [key for key in tensors if ".layers.0." in key and "proj.weight" in key]:
+        del tensors[key]
+    return tensors | found, logits
+
+
+def write(folder: Path, name: str, tensors: Tensors, **changes: Any) -> dict[str, Any]:
+    config = {**CONFIG, "quantization_config": settings()[name] | changes}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return config
+
+
+NAMES = tuple(settings())
+
+
+@pytest.fixture(scope="module")
+def dense() -> PagedRunner:
+    """A decoder without quantization, compiled once for all formats."""
+    return PagedRunner(make_decoder(CONFIG), None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_are_the_dequantized_references(
+    tmp_path: Path, name: str, dense: PagedRunner
+) -> None:
+    tensors, expected = stored(name)
+    model = make_decoder(write(tmp_path, name, tensors))
+    first, second = (layer.quantization for layer in model.spec.layers)
+    assert None not in (first.qkv, first.o, first.gate_up, first.down)
+    assert second.qkv is None  # config.json leaves it out
+    dense._params = widened(load_params(tmp_path, model, progress=False), first.qkv.scheme)
+    np.testing.assert_allclose(rows_of(dense), expected, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["gptq 4 desc_act zeros", "compressed-tensors fp8 channel"])
+def test_logits_are_the_dequantized_references(tmp_path: Path, name: str) -> None:
+    tensors, expected = stored(name)
+    model = make_decoder(write(tmp_path, name, tensors))
+    found = rows_of(PagedRunner(model, load_params(tmp_path, model, progress=False)))
+    if "fp8" in name:  # rounded activations move logits a bit
+        assert np.corrcoef(found.ravel(), expected.ravel())[0, 1] > 0.98
+    else:
+        np.testing.assert_allclose(found, expected, atol=2e-4, rtol=0)
+
+
+def rows_of(runner: PagedRunner) -> np.ndarray:
+    return np.concatenate(runner.generate(tiny_models.prompts(), 1)[1])
+
+
+def widened(params: Any, scheme: Any) -> Any:
+    """The same weights as kernels of a decoder without quantization."""
+    flat = flatten_dict(params, sep="/")
+    shapes = flatten_dict(make_shapes(), sep="/")
+    for product in [leaf.removesuffix("_q") for leaf in flat if leaf.endswith("kernel_q")]:
+        names = [leaf for leaf in flat if leaf.startswith(product + "_")]
+        arrays = {name.split("/")[-1]: flat.pop(name) for name in names}
+        if isinstance(scheme, Fp8):
+            wide = arrays["kernel_q"].astype(jnp.float32) * arrays["kernel_scale"][..., None]
+        else:
+            wide = scheme.dequantize(arrays, jnp.float32)
+        if "kernel_order" in arrays:
+            wide = wide[..., jnp.argsort(arrays["kernel_order"])]
+        flat[product] = jnp.moveaxis(wide, -1, 0).reshape(shapes[product].shape)
+    return unflatten_dict(flat, sep="/")
+
+
+@cache
+def make_shapes() -> Any:
+    return nn.meta.unbox(abstract_params(make_decoder(CONFIG)))
+
+
+def test_calibrated_scales_of_pages_are_no_surprise(tmp_path: Path) -> None:
+    tensors, _ = stored("modelopt")
+    tensors["model.layers.0.self_attn.k_proj.k_scale"] = np.ones((), np.float32)
+    tensors["model.layers.0.self_attn.v_scale"] = np.ones(1, np.float32)
+    model = make_decoder(write(tmp_path, "modelopt", tensors))
+    load_params(tmp_path, model, progress=False)
+
+
+class TestErrors:
+    """One line each."""
+
+    @pytest.mark.parametrize(
+        ("found", "match"),
+        [
+            ({"quant_method": "bitsandbytes"}, "ordinary weights with --quantization"),
+            ({"quant_method": "aqlm"}, "'aqlm' is not supported; supported: awq, compressed"),
+            ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv'"),
+            ({"quant_method": "gptq", "bits": 3}, "bits 3 is not supported; supported: 4, 8"),
+            ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
+            ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"),
+            ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "24"}}, "24"),
+        ],
+    )
+    def test_what_nothing_reads(self, found: dict[str, Any], match: str) -> None:
+        with pytest.raises(UnsupportedModelError, match=match) as error:
+            load_spec({**CONFIG, "quantization_config": found})
+        assert "\n" not in str(error.value)
+
+    def test_parts_that_are_not_alike(self) -> None:
+        found = settings()["awq"] | {"modules_to_not_convert": ["q_proj"]}
+        with pytest.raises(UnsupportedModelError, match=r"quantizes some of .*q_proj.*k_proj"):
+            load_spec({**CONFIG, "quantization_config": found})
+
+    def test_quantized_twice(self) -> None:
+        with pytest.raises(UnsupportedModelError, match=r"fp8_per_channel needs .*\(awq\)"):
+            load_spec({**CONFIG, "quantization_config": settings()["awq"]}, "fp8_per_channel")
+
+    def test_another_layout(self, tmp_path: Path) -> None:
+        name = "gptq 4 desc_act zeros"
+        tensors, _ = stored(name)
+        key = "model.layers.0.self_attn.k_proj.g_idx"
+        model = make_decoder(write(tmp_path, name, tensors | {key: tensors[key][::-1].copy()}))
+        with pytest.raises(ModelFilesError, match="g_idx differs between parts"):
+            load_params(tmp_path, model, progress=False)
+        zeros = {key: np.zeros_like(tensors[key])}
+        write(tmp_path, name, tensors | zeros)
+        with pytest.raises(ModelFilesError, match="groups of different sizes|differs"):
+            load_params(tmp_path, model, progress=False)
+        key = "model.layers.0.mlp.down_proj.qweight"
+        write(tmp_path, name, tensors | {key: tensors[key][:-1].copy()})
+        with pytest.raises(ModelFilesError, match=r"do not fit config.json: .*down_proj.qweight"):
+            load_params(tmp_path, model, progress=False)

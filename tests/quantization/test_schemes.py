@@ -1,0 +1,144 @@
+"""Every scheme against NumPy: what is stored, how far it is off, and what products make of it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.quantization import KERNEL, ON_THE_FLY, arrange
+from jaxpaged.quantization import scheme as scheme_module
+from jaxpaged.quantization.fp8 import Fp8, quantize_rows
+from jaxpaged.quantization.weight_only import WeightOnly, pack_int4, unpack_int4
+from pallas_kernels.quantized_linear import quantized_linear
+
+RNG = np.random.default_rng(0)
+SCHEMES = {name: quantized.scheme for name, quantized in ON_THE_FLY.items()} | {
+    "fp8 weights, blocks of 64": WeightOnly("float8_e4m3fn", group=64),
+    "int8 with zeros": WeightOnly("int8", group=64, has_zero=True),
+    "int4, a scale a channel": WeightOnly("int4"),
+}
+
+
+def normal(*shape: int) -> jax.Array:
+    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+
+
+def arranged(rows: dict[str, jax.Array], ndim: int) -> dict[str, jax.Array]:
+    return {name: arrange(name, x, x.ndim == ndim) for name, x in rows.items()}
+
+
+def dequantized(scheme: Any, rows: dict[str, jax.Array]) -> np.ndarray:
+    """[..., I] in float64, from arrays whose terms come last."""
+    kernel = rows[KERNEL]
+    if getattr(scheme, "storage", None) == "int4":
+        kernel = np.stack((np.asarray(kernel) & 15, np.asarray(kernel) >> 4), -1).astype(float) - 8
+        kernel = kernel.reshape(*kernel.shape[:-2], -1)
+    wide = np.asarray(kernel, np.float64)
+
+    def along(name: str) -> np.ndarray:
+        x = np.asarray(rows[name], np.float64)
+        x = x if x.ndim == wide.ndim else x[..., None]
+        return np.repeat(x, wide.shape[-1] // x.shape[-1], -1)
+
+    zero = along("kernel_zero") if "kernel_zero" in rows else 0
+    return (wide - zero) * along("kernel_scale")
+
+
+def test_flag_and_schemes_have_the_same_names() -> None:
+    field = EngineConfig.__dataclass_fields__["quantization"]
+    assert field.metadata["choices"] == tuple(ON_THE_FLY)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("outputs", [(12,), (2, 3, 4)])
+def test_stored_arrays_and_their_error(name: str, outputs: tuple[int, ...]) -> None:
+    scheme, weight = SCHEMES[name], normal(*outputs, 192) * 3
+    rows = scheme.quantize(weight)
+    stored = arranged(rows, weight.ndim)
+    specs = scheme.arrays(192)
+    assert {n: (x.shape, x.dtype) for n, x in stored.items()} == {
+        n: (spec.shape(n, outputs), jnp.dtype(spec.dtype)) for n, spec in specs.items()
+    }
+    assert all(
+        len(spec.axes(n, (None,) * len(outputs), "ffn")) == stored[n].ndim
+        for n, spec in specs.items()
+    )
+    exact, found = np.asarray(weight, np.float64), dequantized(scheme, rows)
+    is_float = stored[KERNEL].dtype == jnp.float8_e4m3fn
+    step = np.asarray(stored["kernel_scale"]).max()
+    # Half a step of an integer; of a float with 3 bits of mantissa half of an eighth.
+    bound = np.maximum(np.abs(exact) / 16, step * 2.0**-10) if is_float else step / 2
+    assert (np.abs(found - exact) <= bound * 1.001).all()
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_zeros_stay_zeros(name: str) -> None:
+    rows = SCHEMES[name].quantize(jnp.zeros((4, 64)))
+    np.testing.assert_array_equal(dequantized(SCHEMES[name], rows), 0)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_products(name: str) -> None:
+    scheme, weight, x_TI = SCHEMES[name], normal(2, 3, 4, 192), normal(5, 192)
+    rows = scheme.quantize(weight)
+    y = jax.jit(scheme.product, static_argnums=2)(x_TI, arranged(rows, 4), False)
+    x = np.asarray(x_TI, np.float64)
+    if isinstance(scheme, Fp8):
+        q_TI, scale_T = quantize_rows(x_TI)
+        x = np.asarray(q_TI, np.float64) * np.asarray(scale_T)[:, None]
+    assert y.shape == (5, 2, 3, 4)
+    want = np.tensordot(x, np.moveaxis(dequantized(scheme, rows), -1, 0), 1)
+    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_few_rows_on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """One kernel, and the same numbers within bfloat16's rounding."""
+    monkeypatch.setattr(
+        scheme_module, "quantized_linear", partial(quantized_linear, interpret=True)
+    )
+    scheme, x_TI = SCHEMES[name], normal(5, 128).astype(jnp.bfloat16)
+    arrays = arranged(scheme.quantize(normal(2, 64, 128)), 3)
+    jaxpr = jax.make_jaxpr(scheme.product, static_argnums=2)(x_TI, arrays, True).jaxpr
+    names = [equation.primitive.name for equation in jaxpr.eqns]
+    assert "pallas_call" in names
+    assert "dot_general" not in names
+    plain, fused = (np.asarray(scheme.product(x_TI, arrays, f), float) for f in (False, True))
+    assert fused.shape == (5, 2, 64)
+    np.testing.assert_allclose(fused, plain, rtol=2e-2, atol=0.2)
+
+
+def test_one_scale_a_tensor_or_an_output() -> None:
+    weight = normal(8, 64) * jnp.arange(1, 9)[:, None]
+    assert len(set(Fp8(per_tensor=True).quantize(weight)["kernel_scale"].tolist())) == 1
+    assert len(set(Fp8().quantize(weight)["kernel_scale"].tolist())) == 8
+
+
+def test_a_row_is_rounded_whatever_its_neighbours() -> None:
+    x_TI = normal(6, 64).at[3:].multiply(1e4)
+    together, alone = quantize_rows(x_TI), quantize_rows(x_TI[1:2])
+    for a, b in zip(together, alone, strict=True):
+        np.testing.assert_array_equal(np.asarray(a[1:2], np.float32), np.asarray(b, np.float32))
+    assert np.isfinite(np.asarray(together[0], np.float32)).all()
+    error = np.asarray(together[0], np.float32) * np.asarray(together[1])[:, None] - x_TI
+    assert (np.abs(error) <= np.maximum(np.abs(x_TI) / 15, np.asarray(together[1])[:, None])).all()
+
+
+def test_two_to_a_byte() -> None:
+    x = jnp.arange(-8, 8, dtype=jnp.int8).reshape(2, 8)
+    packed = pack_int4(x)
+    assert packed.shape == (2, 4)
+    assert int(packed[0, 0]) == 0 | 1 << 4  # -8 and -7, the first one low
+    np.testing.assert_array_equal(unpack_int4(packed), x)
+
+
+def test_groups_divide_the_terms() -> None:
+    scheme = WeightOnly("int4", group=128)
+    assert scheme.group_size(256) == 128
+    assert scheme.group_size(192) == 64

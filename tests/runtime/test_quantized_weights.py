@@ -1,0 +1,127 @@
+"""Weights that are quantized while they are loaded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_models
+from flax.traverse_util import flatten_dict
+from paged_runner import PagedRunner, make_decoder
+
+from jaxpaged.model_files import ModelFilesError
+from jaxpaged.models.spread import spread_leaf, spread_spec
+from jaxpaged.parallel.mesh import make_mesh
+from jaxpaged.quantization import KERNEL, ON_THE_FLY
+from jaxpaged.runtime.weights import abstract_leaves, load_params
+
+TWO = ("fp8_per_tensor", "int4_per_group_weight_only")  # that have least in common
+CONFIG = tiny_models.CONFIGS["llama-biases-linear"]  # 4 query heads, 1 KV head, untied
+Params = dict[str, jax.Array]
+
+
+def load(folder: Path, quantization: str | None = None, **options: str) -> Params:
+    model = make_decoder(CONFIG, quantization=quantization)
+    return flatten_dict(load_params(folder, model, progress=False, **options), sep="/")
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_a_checkpoint_becomes_what_the_scheme_makes_of_each_tensor(
+    tmp_path: Path, name: str
+) -> None:
+    folder, scheme = tiny_models.write_model(tmp_path, CONFIG), ON_THE_FLY[name].scheme
+    tensors, params = tiny_models.tensors(CONFIG), load(folder, name)
+    dense = load(folder)
+    for leaf in params.keys() & dense.keys():  # biases, norms, embeddings, the head
+        np.testing.assert_array_equal(params[leaf], dense[leaf])
+    for layer in range(2):
+        parts = {
+            kind: {
+                array: np.asarray(x)
+                for array, x in scheme.quantize(
+                    jnp.asarray(tensors[f"model.layers.{layer}.{kind}.weight"])
+                ).items()
+            }
+            for kind in (
+                *(f"self_attn.{x}_proj" for x in "qkvo"),
+                *(f"mlp.{x}_proj" for x in ("gate", "up", "down")),
+            )
+        }
+        q, k, v, o, gate, up, down = (part[KERNEL] for part in parts.values())
+        kernel = {p: params[f"layers_{layer}/{p}/{KERNEL}"] for p in (
+            "attention/qkv", "attention/o", "mlp/gate_up", "mlp/down"
+        )}  # fmt: skip
+        qkv = np.concatenate((q.reshape(1, 4, 20, -1), k[None, None], v[None, None]), 1)
+        np.testing.assert_array_equal(kernel["attention/qkv"], qkv)
+        np.testing.assert_array_equal(kernel["attention/o"], o)
+        np.testing.assert_array_equal(kernel["mlp/gate_up"], np.stack((gate, up)))
+        np.testing.assert_array_equal(kernel["mlp/down"], down)
+        scale = params[f"layers_{layer}/mlp/gate_up/kernel_scale"]
+        expected = np.stack([parts[f"mlp.{x}_proj"]["kernel_scale"] for x in ("gate", "up")])
+        if expected.ndim == 3:
+            expected = np.moveaxis(expected, -1, 0)
+        np.testing.assert_array_equal(scale, expected)
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_the_model_still_says_about_the_same(tmp_path: Path, name: str) -> None:
+    folder = tiny_models.write_model(tmp_path, CONFIG)
+    rows = []
+    for quantization in (None, name):
+        model = make_decoder(CONFIG, quantization=quantization)
+        runner = PagedRunner(model, load_params(folder, model, progress=False))
+        rows.append(runner.generate(tiny_models.prompts(), 1)[1])
+    exact, found = (np.concatenate(each) for each in rows)
+    correlation = np.corrcoef(exact.ravel(), found.ravel())[0, 1]
+    assert correlation > (0.9 if "int4" in name else 0.98)
+    assert correlation < 1 - 1e-7
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_random_weights_are_made_quantized(tmp_path: Path, name: str) -> None:
+    params, again = (load(tmp_path, name, load_format="dummy") for _ in range(2))
+    wanted = abstract_leaves(make_decoder(CONFIG, quantization=name))
+    assert {n: (x.shape, x.dtype) for n, x in params.items()} == {
+        n: (x.shape, x.dtype) for n, x in wanted.items()
+    }
+    for leaf, value in params.items():
+        np.testing.assert_array_equal(np.asarray(value), np.asarray(again[leaf]))
+    first, second = (np.asarray(params[f"layers_{i}/mlp/down/{KERNEL}"]) for i in range(2))
+    assert (first != second).mean() > 0.5
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_leaves_of_copied_heads_and_their_shardings(tmp_path: Path, name: str) -> None:
+    """As four devices would have them; one device says the rest."""
+    folder = tiny_models.write_model(tmp_path, CONFIG)
+    whole = make_decoder(CONFIG, quantization=name)
+    spec = spread_spec(whole.spec, 4)
+    kv = replace(whole.kv, num_kv_heads=spec.num_kv_heads)
+    shared = whole.clone(spec=spec, kv=kv, mesh=make_mesh())
+    for load_format in ("auto", "dummy"):
+        one, many = (
+            flatten_dict(load_params(folder, m, load_format=load_format, progress=False), sep="/")
+            for m in (whole, shared)
+        )
+        for leaf, value in many.items():
+            expected = np.asarray(spread_leaf(spec, leaf, one[leaf]))
+            np.testing.assert_array_equal(np.asarray(value), expected)
+    axes = {
+        leaf.removeprefix("layers_0/"): tuple(value.sharding.spec)
+        for leaf, value in many.items()
+        if "kernel_" in leaf
+    }
+    assert axes["attention/qkv/kernel_q"] == ("model", None, None, None)
+    assert axes["attention/o/kernel_q"] == (None, "model")
+    assert axes["mlp/gate_up/kernel_q"] == (None, "model", None)
+    assert axes["mlp/down/kernel_q"] == (None, "model")
+    assert axes["attention/qkv/kernel_scale"][-3:] == ("model", None, None)
+
+
+def test_orbax_is_not_quantized_while_loading(tmp_path: Path) -> None:
+    with pytest.raises(ModelFilesError, match="--quantization reads safetensors, and .* is Orbax"):
+        load(tmp_path, "fp8_per_channel", load_format="orbax")
