@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import socket
 from collections.abc import Generator
 from pathlib import Path
@@ -20,24 +21,25 @@ def bind(config: ServerConfig) -> Generator[list[socket.socket], None, None]:
     """
     place = config.uds or f"{config.host}:{config.port}"
     count = config.api_server_count
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            if config.uds:
+                stack.enter_context(_claim(str(Path(config.uds).absolute())))
+                listeners = [_bind_unix(config.uds)]
+            else:
+                listeners = [_bind_tcp(config.host, config.port)]
+                stack.enter_context(_claim(str(listeners[0].getsockname()[:2])))
+        except OSError as error:
+            raise OSError(f"cannot listen on {place}: {error.strerror or error}") from error
         if config.uds:
-            listeners = [_bind_unix(config.uds)]
-        else:
-            listeners = [_bind_tcp(config.host, config.port)]
-    except OSError as error:
-        raise OSError(f"cannot listen on {place}: {error.strerror or error}") from error
-    if count > 1 and not config.uds:
-        port = listeners[0].getsockname()[1]
-        listeners.pop().close()  # the address is nobody else's; now they may share it
-        listeners = [_bind_tcp(config.host, port, shared=True) for _ in range(count)]
-    try:
-        yield listeners * (count // len(listeners))
-    finally:
+            stack.callback(Path(config.uds).unlink, missing_ok=True)
+        elif count > 1:
+            port = listeners[0].getsockname()[1]
+            listeners.pop().close()  # the address is nobody else's; now they may share it
+            listeners = [_bind_tcp(config.host, port, shared=True) for _ in range(count)]
         for listener in listeners:
-            listener.close()
-        if config.uds:
-            Path(config.uds).unlink(missing_ok=True)
+            stack.callback(listener.close)
+        yield listeners * (count // len(listeners))
 
 
 def url(config: ServerConfig, listener: socket.socket) -> str:
@@ -47,6 +49,19 @@ def url(config: ServerConfig, listener: socket.socket) -> str:
         return f"{scheme}+unix:{config.uds}"
     host = f"[{config.host}]" if ":" in config.host else config.host
     return f"{scheme}://{host}:{listener.getsockname()[1]}{config.root_path}"
+
+
+def _claim(address: str) -> socket.socket:
+    """Holds an address against other servers until it is closed: until somebody listens, Linux
+    lets them bind it, too. A name of Linux's own, which ends with the process.
+    """
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0jaxpaged-{hashlib.sha256(address.encode()).hexdigest()}")
+    except OSError:
+        claim.close()
+        raise
+    return claim
 
 
 def _bind_tcp(host: str, port: int, *, shared: bool = False) -> socket.socket:

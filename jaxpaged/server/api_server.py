@@ -13,13 +13,16 @@ import time
 from socket import socket
 
 import msgspec
+import zmq
 
 from jaxpaged.engine.core_client import FrontEnd
 from jaxpaged.engine.errors import EngineStartError
+from jaxpaged.engine.messages import EngineDead
 from jaxpaged.error_log import log_to_stderr
 from jaxpaged.server.run import Service, run_server
 
 PARENT_SECONDS = 1.0  # how often it looks whether its parent still lives
+LAST_WORDS_MS = 1000  # for its own requests to hear that the parent is gone
 FIRST_WORD_SECONDS = 2.0  # for the first server to tell what all of them fail at
 
 
@@ -37,8 +40,9 @@ class ApiServer(msgspec.Struct):
 
 def main() -> int:
     """Serve; the exit status is that of `jaxpaged serve`."""
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    parent = os.getppid()
     told = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ApiServer)
+    threading.Thread(target=_end_with, args=(parent, told.front_end), daemon=True).start()
     index = told.front_end.index
     log_to_stderr(told.service.server.uvicorn_log_level, f"server {index}")
     try:
@@ -52,9 +56,17 @@ def main() -> int:
         return 1 if isinstance(error, EngineStartError) else 2
 
 
-def _end_with(parent: int) -> None:
+def _end_with(parent: int, front_end: FrontEnd) -> None:
     while os.getppid() == parent:
         time.sleep(PARENT_SECONDS)
+    # The cores end with it: nobody else is left to say so to the requests that wait.
+    dead = msgspec.msgpack.encode(EngineDead("the server's first process is gone"))
+    with zmq.Context() as context:
+        context.linger = LAST_WORDS_MS
+        for engine in range(front_end.num_engines):
+            with context.socket(zmq.PUSH) as socket:
+                socket.connect(front_end.from_core(engine))
+                socket.send(dead)
     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import socket
 import subprocess
@@ -12,6 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 from fake_server import children, eventually, launch, running
+
+from jaxpaged.server.address import bind
+from jaxpaged.server_config import ServerConfig
 
 FAST = ("--skip-tokenizer-init",)
 LONG = {"prompt": [5, 6], "max_tokens": 50, "ignore_eos": True}
@@ -67,6 +71,20 @@ def test_a_port_in_use_is_told_at_once():
         port = str(other.getsockname()[1])
         code, message = refused("--port", port)
     assert (code, f"127.0.0.1:{port}" in message) == (2, True)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_address_is_taken_before_its_server_listens(count: int, tmp_path: Path):
+    free = ServerConfig(port=0, api_server_count=count)
+    with bind(free) as listeners:
+        port = listeners[0].getsockname()[1]
+        with pytest.raises(OSError, match=f":{port}: Address already in use"):
+            bind(dataclasses.replace(free, port=port)).__enter__()
+    path = ServerConfig(uds=str(tmp_path / "socket"), api_server_count=count)
+    with bind(path), pytest.raises(OSError, match="already in use"):
+        bind(path).__enter__()
+    with bind(path), bind(dataclasses.replace(free, port=port)):
+        pass
 
 
 def test_an_engine_that_cannot_start():

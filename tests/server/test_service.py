@@ -37,6 +37,12 @@ def events(server: Server, **body: Any) -> list[Any]:
     return [strict_json(text) for text in found]
 
 
+def runs(pid: int) -> bool:
+    """Whether a process still does; one that nobody waited for is a zombie."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().split()[2] != "Z"
+
+
 def left_over(pids: list[int]) -> list[int]:
     """Those that still run."""
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
@@ -126,6 +132,25 @@ def test_the_death_of_one_server_ends_all():
         assert server.process.wait(15) == 1
         eventually(lambda: any("API server 1 ended" in line for line in server.lines))
         assert left_over(pids) == []
+
+
+def test_the_death_of_the_first_process_ends_all_at_once():
+    flags = (*FAST, "--api-server-count", "2", "--shutdown-timeout", "60")
+    with running(*flags, core="--step-seconds 0.05") as server, ThreadPoolExecutor() as pool:
+        pids = children(server.process.pid)
+        stream = pool.submit(events, server)
+        eventually(lambda: server.metric("num_requests_running") == 1)
+        server.process.kill()
+        assert stream.result(10)[-1]["error"]["code"] == 503
+        eventually(lambda: not any(map(runs, pids)), 10)
+
+
+def test_a_signal_before_the_servers_know_signals():
+    process = launch(*FAST, "--port", "0", "--api-server-count", "2")
+    eventually(lambda: named(process.pid, "api_server"), 20)
+    process.terminate()
+    _, log = process.communicate(timeout=20)
+    assert (process.returncode, "Traceback" in log) == (0, False), log
 
 
 def test_the_death_of_all_engines_ends_all_servers():
