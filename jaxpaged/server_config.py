@@ -119,6 +119,8 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         require(self, "port", 0 <= self.port < 65536, "0 to 65535")
+        path = self.root_path
+        require(self, "root_path", re.fullmatch("(/[^/]+)*", path) is not None, "like /llm")
         require(self, "max_request_bytes", self.max_request_bytes >= 1, "at least 1")
         require(self, "api_server_count", self.api_server_count >= 1, "at least 1")
         for name in ("rate_limit", "max_concurrent_requests"):

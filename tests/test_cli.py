@@ -89,6 +89,7 @@ def test_a_key_from_the_environment(served: list, monkeypatch: pytest.MonkeyPatc
         (["--port", "x"], ["--port", "x"]),
         (["--ssl-keyfile", "k"], ["ssl_certfile"]),
         (["--metrics-prefix", "a:b"], ["metrics_prefix", "a:b"]),
+        (["--root-path", "/llm/"], ["root_path", "/llm"]),
         (["--default-chat-template-kwargs", "[]"], ["JSON object"]),
         (["--no-such-flag"], ["--no-such-flag"]),
         (["A", "--model", "B"], ["'A'", "'B'"]),

@@ -116,9 +116,13 @@ async def connect(front_end: FrontEnd, registry: MetricsRegistry) -> list[Replic
         EngineStartError: one could not start.
     """
     cores = [CoreClient(front_end, number) for number in range(front_end.num_engines)]
+    starting = [asyncio.create_task(core.wait_ready()) for core in cores]
     try:
-        infos = [await core.wait_ready() for core in cores]
+        infos = await asyncio.gather(*starting)  # the first failure is told at once
     except BaseException:
+        for waiting in starting:
+            waiting.cancel()
+        await asyncio.gather(*starting, return_exceptions=True)
         for core in cores:
             core.close()
         raise

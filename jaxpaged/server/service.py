@@ -75,7 +75,7 @@ async def _serve_by_several(
                 server.send_signal(signal.SIGTERM)
         statuses += await asyncio.gather(*ends)
         stopping.cancel()
-        fine = (0, -signal.SIGTERM)  # told to end before it knew how to do that politely
+        fine = (0, *(-number for number in SIGNALS))  # told to end before it handled signals
         return next((max(status, 1) for status in statuses if status not in fine), 0)
     finally:
         await fleet.stop()
@@ -88,7 +88,6 @@ async def _start_server(
     server = await asyncio.create_subprocess_exec(
         *API_SERVER,
         stdin=asyncio.subprocess.PIPE,
-        process_group=0,  # of Ctrl-C this process tells it
         pass_fds=[listener.fileno()],
         env={**os.environ, METRICS_FOLDER: front_end.metrics_folder},
     )

@@ -7,15 +7,21 @@ import os
 import re
 import signal
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
+import msgspec
 import pytest
+import zmq
 from fake_server import FAKE_CORE
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.async_llm import AsyncLLM
+from jaxpaged.engine.core_client import FrontEnd
 from jaxpaged.engine.errors import BadRequestError, EngineDeadError, EngineStartError
 from jaxpaged.engine.llm import LLM
-from jaxpaged.engine.messages import Command
+from jaxpaged.engine.messages import Command, EngineDead
+from jaxpaged.engine.metrics import MetricsRegistry
+from jaxpaged.engine.replica import connect
 from jaxpaged.sampling_params import SamplingParams
 
 ENDLESS = SamplingParams(ignore_eos=True, max_tokens=200)
@@ -51,6 +57,19 @@ def series(engine: AsyncLLM, name: str, number: int) -> float:
     )
     assert found is not None, engine.metrics.text().decode()
     return float(found[1])
+
+
+def test_an_engine_that_cannot_start_is_told_of_before_the_others_are_ready(tmp_path: Path):
+    async def run() -> None:
+        front_end = FrontEnd(str(tmp_path), 0, 1, 2)
+        with zmq.Context() as context, context.socket(zmq.PUSH) as second:
+            second.connect(front_end.from_core(1))
+            second.send(msgspec.msgpack.encode(EngineDead("no-room")))
+            with pytest.raises(EngineStartError, match="no-room"):
+                async with asyncio.timeout(5):
+                    await connect(front_end, MetricsRegistry("demo", "jaxpaged"))
+
+    asyncio.run(run())
 
 
 def test_load_spreads_prefixes_gather_and_aborts_arrive():
