@@ -154,7 +154,8 @@ def main() -> int:
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
     several = config.data_parallel_size > 1
     log_to_stderr("info", f"engine {args.replica}" if several else "")
-    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)  # tells what it lacks
+    for name in ("xla_bridge", "compilation_cache"):  # what it lacks, and each time it is reset
+        logging.getLogger(f"jax._src.{name}").setLevel(logging.WARNING)
 
     context = zmq.Context()
     source = context.socket(zmq.PULL)
