@@ -13,7 +13,8 @@ import os
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 import zmq
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 IDLE_POLL_MS = 1000  # how often an idle core looks whether its parent still lives
+LOSS_SECONDS = 2.0  # until a host's end is noticed, after a computation may have failed for it
 PICTURE_SHARE = 0.01  # most of a busy loop's time that pictures of the pool should take
 PICTURE_SECONDS = 1.0  # most between two of them, if they are wanted
 
@@ -128,14 +130,28 @@ def main() -> int:
     context = zmq.Context()
     source = _connect(context, zmq.PULL, args.input)
     sink = _connect(context, zmq.PUSH, args.output)
+
+    def die(reason: str) -> NoReturn:
+        """End at once, from any thread: JAX would wait for the other hosts."""
+        last = zmq.Context()
+        _connect(last, zmq.PUSH, args.output).send(msgspec.msgpack.encode(EngineDead(reason)))
+        last.destroy(linger=5000)
+        os._exit(1)
+
     try:
-        CoreServer(_start(config, began), source, sink, parent).run()
+        core = _start(config, began, die)
+        CoreServer(core, source, sink, parent).run()
+        core.end()
         return 0
     except StartupError as error:
         reason = str(error)
     except BaseException as error:
+        if config.num_hosts > 1:
+            time.sleep(LOSS_SECONDS)  # a host that is gone makes computing fail: `die` tells of it
         log.exception("the engine core failed")
         reason = f"the engine core failed: {type(error).__name__}: {error}".splitlines()[0]
+    if config.num_hosts > 1:
+        die(reason)
     sink.send(msgspec.msgpack.encode(EngineDead(reason)))
     sink.close(linger=5000)
     return 1
@@ -145,16 +161,18 @@ class StartupError(Exception):
     """Settings, model or memory do not fit together: one line that says what to change."""
 
 
-def _start(config: EngineConfig, began: float) -> EngineCore:
+def _start(config: EngineConfig, began: float, on_loss: Callable[[str], None]) -> EngineCore:
     # Imported here: the share of GPU memory must be settled before JAX starts its backend, and
     # the time that the import takes is reported.
     from jaxpaged.engine.engine_core import EngineCore
     from jaxpaged.runtime.memory import claim_gpu_memory
+    from jaxpaged.runtime.multi_host import join_hosts
 
     claim_gpu_memory(config.gpu_memory_utilization)
     imported = time.perf_counter() - began
     try:
-        return EngineCore(config, serving=True, import_seconds=imported)
+        group = join_hosts(config, on_loss)
+        return EngineCore(config, serving=True, import_seconds=imported, group=group)
     except (ValueError, OSError) as error:
         raise StartupError(str(error)) from error
 

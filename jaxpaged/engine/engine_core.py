@@ -32,6 +32,7 @@ from jaxpaged.engine.messages import (
 )
 from jaxpaged.grammar import GrammarError
 from jaxpaged.model_files import tokenizer_file
+from jaxpaged.parallel.hosts import Group
 from jaxpaged.runtime.batch_builder import StepInput
 from jaxpaged.runtime.grammar import Grammars, GrammarState
 from jaxpaged.runtime.model_runner import InFlight, StepResult
@@ -47,14 +48,20 @@ class EngineCore:
     """One model on one mesh. Not thread-safe: one thread adds, steps and aborts."""
 
     def __init__(
-        self, config: EngineConfig, *, serving: bool = False, import_seconds: float = 0.0
+        self,
+        config: EngineConfig,
+        *,
+        serving: bool = False,
+        import_seconds: float = 0.0,
+        group: Group | None = None,
     ) -> None:
         begin = time.perf_counter()
         self._grammars = Grammars(functools.partial(tokenizer_file, config))
         if serving and not config.skip_tokenizer_init:
             self._grammars.warm_up()  # while weights are read and executables compiled
         self._compiling: list[tuple[AddRequest, int, Future[GrammarState]]] = []
-        started = start_runner(config, serving=serving)
+        # Hosts that follow know nothing of what the leader's engine is for.
+        started = start_runner(config, serving=serving or group is not None, group=group)
         self._runner = started.runner
         plan = self._runner.plan
         self._overlap = config.async_scheduling
@@ -200,6 +207,11 @@ class EngineCore:
     def command(self, command: Command) -> CommandDone:
         """Do what an operator asks for."""
         return run_command(command, self._scheduler)
+
+    def end(self) -> None:
+        """Have the other hosts end, if there are some; the engine is of no use afterwards."""
+        if self._runner.followers is not None:
+            self._runner.followers.end()
 
     @property
     def has_work(self) -> bool:

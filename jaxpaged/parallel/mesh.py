@@ -31,17 +31,27 @@ def make_mesh(
 
 
 def model_mesh(num_devices: int) -> Mesh | None:
-    """The first devices of this host, to share one model; None: one device needs no mesh.
+    """The first devices of each host, to share one model; None: one device needs no mesh.
+
+    Args:
+        num_devices: of all hosts together; divides by their number.
 
     Raises:
-        ValueError: there are fewer.
+        ValueError: a host has fewer.
     """
-    devices = jax.local_devices()
-    if len(devices) < num_devices:
-        platform = devices[0].platform
-        hint = f"; JAX_NUM_CPU_DEVICES={num_devices} splits it" if platform == "cpu" else ""
-        raise ValueError(
-            f"--tensor-parallel-size {num_devices} needs as many devices; this host shows "
-            f"{len(devices)} ({platform}){hint}"
-        )
+    num_hosts = jax.process_count()
+    here = num_devices // num_hosts
+    devices: list[jax.Device] = []
+    for host_id in range(num_hosts):
+        shown = jax.local_devices(process_index=host_id)
+        if len(shown) < here:
+            platform = shown[0].platform
+            hint = f"; JAX_NUM_CPU_DEVICES={here} splits it" if platform == "cpu" else ""
+            which = f"host {host_id}" if num_hosts > 1 else "this host"
+            needs = f"{here} devices on each host" if num_hosts > 1 else "as many devices"
+            raise ValueError(
+                f"--tensor-parallel-size {num_devices} needs {needs}; {which} shows "
+                f"{len(shown)} ({platform}){hint}"
+            )
+        devices += shown[:here]
     return None if num_devices == 1 else make_mesh(model=num_devices, devices=devices)

@@ -105,8 +105,8 @@ class ExecutableStore:
                     path.unlink()
 
 
-def _environment(devices: Sequence[jax.Device]) -> str:
-    """What executables depend on besides an engine's own settings."""
+def code_version() -> str:
+    """What tells this code, and the packages that it compiles with, from any other."""
     versions = sorted(
         f"{dist.name}=={dist.version}"
         for dist in metadata.distributions()
@@ -116,9 +116,14 @@ def _environment(devices: Sequence[jax.Device]) -> str:
     for package in (jaxpaged, pallas_kernels):
         for path in sorted(Path(package.__path__[0]).rglob("*.py")):
             source.update(path.read_bytes())
+    return repr((versions, source.hexdigest()))
+
+
+def _environment(devices: Sequence[jax.Device]) -> str:
+    """What executables depend on besides an engine's own settings."""
     kinds = [(device.id, device.device_kind) for device in devices]
     client = devices[0].client
-    parts = [client.platform_version, kinds, versions, source.hexdigest()]
+    parts = [client.platform_version, kinds, code_version()]
     if client.platform == "cpu":
         parts.append(_cpu())
     # It steers XLA past every setting of ours.

@@ -21,8 +21,10 @@ from jaxpaged.models import load_spec
 from jaxpaged.models.decoder import Decoder, Params
 from jaxpaged.models.spec import ModelSpec
 from jaxpaged.models.spread import spread_spec
+from jaxpaged.parallel.hosts import Group
 from jaxpaged.parallel.mesh import model_mesh
 from jaxpaged.runtime import weights
+from jaxpaged.runtime.command_stream import CommandSender
 from jaxpaged.runtime.compilation import Executables, cache_folder
 from jaxpaged.runtime.executable_store import ExecutableStore
 from jaxpaged.runtime.memory import (
@@ -59,19 +61,22 @@ class Started:
     seconds: dict[str, float]
 
 
-def start_runner(config: EngineConfig, *, serving: bool) -> Started:
+def start_runner(config: EngineConfig, *, serving: bool, group: Group | None = None) -> Started:
     """Load the model that `config` names and make it ready to run.
+
+    Args:
+        group: the hosts that run the model together, each of which calls this; None: this one.
 
     Raises:
         ValueError, OSError: one line that says what to change.
     """
     cache = cache_folder(config.compile_cache_dir)
     mesh = model_mesh(config.tensor_parallel_size)
-    devices = jax.local_devices()[: config.tensor_parallel_size]
+    devices = jax.local_devices()[: config.tensor_parallel_size // jax.process_count()]
     device = devices[0]
     path = model_files.resolve_model(config.model, config.revision, config.download_dir)
-    spec = spread_spec(load_spec(model_files.read_config(path)), len(devices))
-    _report_spread(spec, len(devices))
+    spec = spread_spec(load_spec(model_files.read_config(path)), config.tensor_parallel_size)
+    _report_spread(spec, config.tensor_parallel_size)
     dtype = model_dtype(config, spec.dtype, device.platform)
     plan = make_plan(config, spec, dtype, device, serving)
     backend = attention_backend(
@@ -92,7 +97,8 @@ def start_runner(config: EngineConfig, *, serving: bool) -> Started:
         model,
         unflatten_dict(weights.abstract_leaves(model), sep="/"),
         device,
-        None if cache is None else ExecutableStore(cache, devices),
+        None if cache is None or group is not None else ExecutableStore(cache, devices),
+        group,
     )
 
     # Stored executables are loaded while the weights are. What has to be compiled waits for them:
@@ -108,14 +114,18 @@ def start_runner(config: EngineConfig, *, serving: bool) -> Started:
             executables.compile_all(keys, after=loading)
         params, weight_seconds = loading.result()
     begin = time.perf_counter()
-    runner = ModelRunner(model, params, plan, executables)
-    if not config.enforce_eager:
+    followers = None
+    if group is not None and group.leads:
+        followers = CommandSender(group, keys)
+    runner = ModelRunner(model, params, plan, executables, followers)
+    follows = group is not None and followers is None  # its leader warms it up
+    if not config.enforce_eager and not follows:
         # A CPU has nothing to load: one small step tells that everything runs.
         first = smallest_keys(plan.buckets) if device.platform == "cpu" else keys
         if not _warm_up(runner, first):
             del runner  # its pages, before there are others
             executables.compile_all(keys)
-            runner = ModelRunner(model, params, plan, executables)
+            runner = ModelRunner(model, params, plan, executables, followers)
             runner.warm_up(first)
     seconds = {
         "weights": weight_seconds,
@@ -170,6 +180,7 @@ class StartUp:
     params: Params  # abstract
     device: jax.Device
     store: ExecutableStore | None
+    group: Group | None
 
     def executables(self, plan: EnginePlan) -> Executables[Key]:
         programs = make_programs(
@@ -209,6 +220,8 @@ class StartUp:
             step_temporary_bytes=temporary,
             step_input_bytes=step_input,
         )
+        if self.group is not None:
+            budget = self.group.minimum(budget)
         plan = plan.with_pages(config, budget)
         executables = self.executables(plan)
         if probe is not None:
