@@ -95,7 +95,9 @@ class ModelRunner:
                     self.execute(key)
                 case Sample(num_rows, variant):
                     self._take_input(self._builder.padded_step(self.plan.buckets.forward[0]))
-                    late = () if rides_along(variant) else (self._builder.padded_sampling(num_rows),)
+                    late = (
+                        () if rides_along(variant) else (self._builder.padded_sampling(num_rows),)
+                    )
                     self.execute(key, *late)
                 case Embed():
                     self.execute(key)

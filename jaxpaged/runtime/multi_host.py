@@ -10,7 +10,8 @@ import jax
 
 from jaxpaged import model_files
 from jaxpaged.config import EngineConfig
-from jaxpaged.parallel.hosts import Group, OnLoss, Place, join
+from jaxpaged.parallel.hosts import Group, OnLoss, join
+from jaxpaged.parallel.meeting import Place
 from jaxpaged.runtime.command_stream import received
 from jaxpaged.runtime.executable_store import code_version
 from jaxpaged.runtime.programs import all_keys
