@@ -14,9 +14,17 @@ from typing import NoReturn
 
 import jax
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
-from jaxpaged.parallel.meeting import Link, Meeting, Place, Value, decode, meet, receive, send
+from jaxpaged.parallel.meeting import (
+    Link,
+    Meeting,
+    Place,
+    Value,
+    decode,
+    meet,
+    receive,
+    send,
+)
 
 log = logging.getLogger(__name__)
 
@@ -73,9 +81,7 @@ class Group:
             poller.register(monitor, zmq.POLLIN)
         while not self._leaving and (self.leads or os.getppid() == parent):
             for monitor, _ in poller.poll(POLL_MS):
-                # Others that come to the port and go again lack the key: they are no loss.
-                lost = recv_monitor_message(monitor)["value"] == links[monitor].connection
-                if lost and not self._leaving:
+                if links[monitor].is_lost() and not self._leaving:
                     self._on_loss(f"{links[monitor].name} is gone: all end; its log may say why")
                     return
         if not self._leaving:

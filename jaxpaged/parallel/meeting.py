@@ -23,6 +23,12 @@ from zmq.utils.monitor import recv_monitor_message
 log = logging.getLogger(__name__)
 
 HEARTBEAT_MS, SILENCE_MS = 2000, 10000  # a host that says nothing for so long is gone
+EVENTS = (
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_CONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+)
 
 
 class JoinError(OSError):
@@ -79,7 +85,12 @@ class Link:
     name: str
     commands: zmq.Socket
     monitor: zmq.Socket
-    connection: int  # file descriptor: tells it from others that come to the port
+    connections: frozenset[int]  # file descriptors: this one's, not those of who comes later
+
+    def is_lost(self) -> bool:
+        """Take an event from the monitor; whether it says that the connection has ended."""
+        event = recv_monitor_message(self.monitor)
+        return event["event"] == zmq.EVENT_DISCONNECTED and event["value"] in self.connections
 
 
 @dataclass(frozen=True)
@@ -138,21 +149,21 @@ def _lead(
         ) from None
     members = _gather(meeting, place, started_with, clock)
     public, secret = zmq.curve_keypair()
-    jax_coordinator = f"{address}:{_free_port(address)}"
+    jax_coordinator = f"{address}:{free_port(address)}"
     links = []
     for host_id, identity in members.items():
         commands = _command_socket(context, zmq.PUSH)
         commands.curve_server, commands.curve_secretkey = True, secret
-        monitor = _monitor(commands)
+        monitor = commands.get_monitor_socket(EVENTS)
         commands.bind(f"tcp://{address}:0")
         endpoint = commands.getsockopt_string(zmq.LAST_ENDPOINT)
         welcome = Welcome(jax_coordinator, endpoint, public)
-        connection = None
+        link = None
         if _reachable(meeting, identity, welcome):
-            connection = _connection(monitor, clock)
-        if connection is None:
+            link = _link(f"host {host_id}", commands, monitor, clock)
+        if link is None:
             raise JoinError(f"host {host_id} was there and is gone; its log may say why")
-        links.append(Link(f"host {host_id}", commands, monitor, connection))
+        links.append(link)
     return Meeting(jax_coordinator, meeting, members, links)
 
 
@@ -221,33 +232,34 @@ def _follow(
     commands = _command_socket(context, zmq.PULL)
     commands.curve_publickey, commands.curve_secretkey = zmq.curve_keypair()
     commands.curve_serverkey = answer.commands_key
-    monitor = _monitor(commands)
+    monitor = commands.get_monitor_socket(EVENTS)
     commands.connect(answer.commands)
-    connection = _connection(monitor, clock)
-    if connection is None:
+    link = _link("host 0, the leader,", commands, monitor, clock)
+    if link is None:
         raise JoinError(f"host 0 is gone, or a firewall blocks {answer.commands}")
-    link = Link("host 0, the leader,", commands, monitor, connection)
     return Meeting(answer.jax_coordinator, meeting, {}, [link])
 
 
 def _command_socket(context: zmq.Context, kind: int) -> zmq.Socket:
     made = context.socket(kind)
     made.set_hwm(0)
+    made.setsockopt(zmq.LINGER, 0)
     made.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     made.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
     return made
 
 
-def _monitor(commands: zmq.Socket) -> zmq.Socket:
-    return commands.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-
-
-def _connection(monitor: zmq.Socket, clock: _Clock) -> int | None:
-    """The file descriptor of the first that comes with the key; None: nobody did."""
+def _link(name: str, commands: zmq.Socket, monitor: zmq.Socket, clock: _Clock) -> Link | None:
+    """Wait for somebody who has the key; None: nobody came."""
+    opened: set[int] = set()
     while monitor.poll(clock.left_ms()):
         event = recv_monitor_message(monitor)
         if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            return event["value"]
+            return Link(name, commands, monitor, frozenset(opened))
+        if event["event"] == zmq.EVENT_DISCONNECTED:
+            opened.discard(event["value"])
+        else:
+            opened.add(event["value"])
     return None
 
 
@@ -287,7 +299,8 @@ def _resolve(coordinator: str) -> tuple[str, int]:
         raise JoinError(f"--distributed-coordinator {coordinator}: {error.strerror}") from None
 
 
-def _free_port(address: str) -> int:
+def free_port(address: str) -> int:
+    """A TCP port that nobody has at the moment."""
     with socket.socket() as probe:
         probe.bind((address, 0))
         return probe.getsockname()[1]
