@@ -180,7 +180,7 @@ class StartUp:
     params: Params  # abstract
     device: jax.Device
     store: ExecutableStore | None
-    group: Group | None
+    group: Group | None = None  # hosts that size their pools alike
 
     def executables(self, plan: EnginePlan) -> Executables[Key]:
         programs = make_programs(
