@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -49,6 +50,20 @@ def model_settings(model: Path | None) -> Iterator[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             shutil.copy(model, Path(folder) / "config.json")
             yield {"model": folder, "load_format": "dummy"}
+
+
+def add_parallel_flags(parser: argparse.ArgumentParser) -> None:
+    """The engine's flags for several devices."""
+    for short, field in (("-tp", "tensor_parallel_size"), ("-pp", "pipeline_parallel_size")):
+        parser.add_argument(short, "--" + field.replace("_", "-"), type=int, default=1)
+
+
+def parallel_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Engine settings of those flags."""
+    return {
+        "tensor_parallel_size": args.tensor_parallel_size,
+        "pipeline_parallel_size": args.pipeline_parallel_size,
+    }
 
 
 def percentiles(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -36,6 +36,7 @@ def hugging_face(args: argparse.Namespace, lengths: Sequence[Lengths]) -> list[d
     pairs = json.dumps([astuple(item) for item in lengths])
     command = [sys.executable, "-m", "benchmarks.hf_static", str(args.model), pairs]
     command += ["--batch", *map(str, args.hf_batch), "1", "--most-batches", str(args.most_batches)]
+    command += ["--most-steps", str(args.most_steps)]
     command += ["--device", args.hf_device, "--dtype", args.dtype, "--seed", str(args.seed)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
@@ -91,6 +92,12 @@ def main() -> None:
     parser.add_argument(
         "--most-batches", type=int, default=4, help="of a size that transformers runs"
     )
+    parser.add_argument(
+        "--most-steps",
+        type=int,
+        default=MAX_TOTAL,
+        help="of a batch that transformers runs; fewer flatter it",
+    )
     parser.add_argument("--hf-device", default="cuda", help="torch's name of it")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--compile-cache-dir")
@@ -107,7 +114,8 @@ def main() -> None:
     rows = [
         {
             "transformers": f"batches of {found['batch']}" if found["batch"] > 1 else "one by one",
-            "measured": f"{found['batches_run']} of {found['batches']} batches",
+            "measured": f"{found['batches_run']} of {found['batches']} batches, "
+            f"{found['steps_run']} of {found['steps']} steps",
             "its tok/s": tokens / found["seconds"],
             "jaxpaged tok/s": our_rate,
             "times": our_rate * found["seconds"] / tokens,

@@ -4,7 +4,7 @@
 
 A step is (T(1 + K) - T(1)) / K, where T(n) is the time of an `LLM.generate` call that makes n
 tokens for each of B prompts: scheduler, batch building and sampling are in it. Prompts are cached,
-so that T(1) is short. The median of several such differences.
+so that T(1) is short. Each T is a median.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import markdown, model_settings, seconds_since_start, write_results
+from benchmarks.common import (
+    add_parallel_flags,
+    markdown,
+    model_settings,
+    parallel_settings,
+    seconds_since_start,
+    write_results,
+)
 from jaxpaged import LLM, SamplingParams
 
 SERVING_SEQS = 256
@@ -73,8 +80,9 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024, help="tokens of each prompt")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--steps", type=int, default=32, help="K")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--dtype", default="auto")
+    add_parallel_flags(parser)
     parser.add_argument(
         "--serving",
         action="store_true",
@@ -84,7 +92,8 @@ def main() -> None:
     parser.add_argument("--compile-cache-dir")
     parser.add_argument("--name", help="of the file in benchmarks/results")
     args = parser.parse_args()
-    more: dict[str, Any] = {"compile_cache_dir": args.compile_cache_dir}
+    parallel = parallel_settings(args)
+    more: dict[str, Any] = {"compile_cache_dir": args.compile_cache_dir, **parallel}
     if args.serving:
         more |= SERVING
     largest = SERVING_SEQS if args.serving else max(args.batch)
@@ -96,22 +105,24 @@ def main() -> None:
         rows: list[dict[str, Any]] = []
         for size in args.batch:
             prompts = draw.integers(0, llm.info.vocab_size, (size, args.context)).tolist()
-            for count in (1, 1 + args.steps):
+            taken: dict[int, list[float]] = {1: [], 1 + args.steps: []}
+            for count in taken:
                 seconds(llm, prompts, count)  # compiles, fills the prefix cache
-            steps = [
-                (seconds(llm, prompts, 1 + args.steps) - seconds(llm, prompts, 1)) / args.steps
-                for _ in range(args.repeats)
-            ]
-            step_ms = [1e3 * step for step in steps]
-            runs.append({"batch": size, "step_ms": step_ms})
-            rows.append({"batch": size, "step ms": median(step_ms), "fastest": min(step_ms)})
-            print(f"batch {size:4d}, context {args.context}: {median(step_ms):7.3f} ms a step")
+            for _ in range(args.repeats):
+                for count, found in taken.items():
+                    found.append(seconds(llm, prompts, count))
+            short, long = map(median, taken.values())
+            step_ms = 1e3 * (long - short) / args.steps
+            runs.append({"batch": size, "seconds": taken})
+            rows.append({"batch": size, "step ms": step_ms})
+            print(f"batch {size:4d}, context {args.context}: {step_ms:7.3f} ms a step")
         write_results(
             args.name or f"decode_latency_{args.model.stem}",
             {
                 "model": args.model.stem,
                 "dtype": llm.info.dtype,
                 "attention_backend": llm.info.attention_backend,
+                **parallel,
                 "context": args.context,
                 "ready_seconds": ready if args.serving else None,
                 "startup_seconds": llm.info.startup_seconds,

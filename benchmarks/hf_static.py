@@ -51,28 +51,37 @@ class StaticBatches:
         return time.perf_counter() - start
 
     def measure(
-        self, lengths: Sequence[tuple[int, int]], size: int, most_batches: int
+        self,
+        lengths: Sequence[tuple[int, int]],
+        size: int,
+        most_batches: int,
+        most_steps: int,
     ) -> dict[str, float]:
         """Seconds for all requests in batches of `size`, the requests sorted by output length.
 
         Each batch runs until its longest output is there, so sorting by the outputs, which nobody
         knows beforehand, is the order that favours it most. At most `most_batches` evenly spread
-        batches are run; the seconds are scaled by the decode steps of all of them.
+        batches are run, of each at most `most_steps` decode steps; the seconds are scaled by the
+        steps of all. Later steps take longer, so that a batch cut short flatters transformers.
         """
         by_output = sorted(lengths, key=lambda item: item[1])
         batches = [by_output[at : at + size] for at in range(0, len(by_output), size)]
         steps = [batch[-1][1] for batch in batches]
         run = evenly(len(batches), most_batches)
         self.seconds([prompt for prompt, _ in batches[run[0]]], WARM_UP_TOKENS)
-        seconds = sum(self.seconds([prompt for prompt, _ in batches[at]], steps[at]) for at in run)
+        counts = {at: min(steps[at], most_steps) for at in run}
+        seconds = sum(
+            self.seconds([prompt for prompt, _ in batches[at]], count)
+            for at, count in counts.items()
+        )
         return {
             "batch": size,
             "batches": len(batches),
             "batches_run": len(run),
             "seconds_run": seconds,
             "steps": sum(steps),
-            "steps_run": sum(steps[at] for at in run),
-            "seconds": seconds * sum(steps) / sum(steps[at] for at in run),
+            "steps_run": sum(counts.values()),
+            "seconds": seconds * sum(steps) / sum(counts.values()),
         }
 
 
@@ -83,6 +92,7 @@ def main() -> None:
     parser.add_argument("lengths")
     parser.add_argument("--batch", type=int, nargs="+", required=True)
     parser.add_argument("--most-batches", type=int, required=True)
+    parser.add_argument("--most-steps", type=int, required=True)
     parser.add_argument("--device", required=True)
     parser.add_argument("--dtype", required=True)
     parser.add_argument("--seed", type=int, default=0)
@@ -91,7 +101,7 @@ def main() -> None:
     model = StaticBatches(args.config, args.device, getattr(torch, args.dtype), args.seed)
     figures = []
     for size in args.batch:
-        figures.append(model.measure(lengths, size, args.most_batches))
+        figures.append(model.measure(lengths, size, args.most_batches, args.most_steps))
         print(figures[-1], file=sys.stderr, flush=True)
     print(json.dumps(figures))
 

@@ -68,6 +68,11 @@ class EngineConfig:
     tensor_parallel_size: int = setting(
         1, "devices that share the model, each holding a part of it", short="-tp"
     )
+    pipeline_parallel_size: int = setting(
+        1,
+        "stages that share the model, each with some of its layers on devices of its own",
+        short="-pp",
+    )
     num_hosts: int = setting(
         1, "hosts that run one model together; each runs the same command with its own --host-id"
     )
@@ -157,6 +162,7 @@ class EngineConfig:
         require(self, "gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "in (0, 1]")
         require(self, "block_size", self.block_size in (16, 32, 64, 128), "16, 32, 64 or 128")
         require(self, "tensor_parallel_size", self.tensor_parallel_size >= 1, "at least 1")
+        require(self, "pipeline_parallel_size", self.pipeline_parallel_size >= 1, "at least 1")
         _check_hosts(self)
         for name in (
             "kv_cache_memory_bytes",
@@ -206,4 +212,10 @@ def _check_hosts(config: EngineConfig) -> None:
         "tensor_parallel_size",
         config.tensor_parallel_size % config.num_hosts == 0,
         f"a multiple of num_hosts, {config.num_hosts}: every host has as many of the devices",
+    )
+    require(
+        config,
+        "pipeline_parallel_size",
+        config.num_hosts == 1 or config.pipeline_parallel_size == 1,
+        "1 with several hosts: tensor_parallel_size spans them",
     )

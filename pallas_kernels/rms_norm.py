@@ -1,4 +1,4 @@
-"""The root-mean-square norm in plain XLA, and its operands as kernels take them."""
+"""The root-mean-square norm in plain XLA, and its two halves as kernels share them out."""
 
 from __future__ import annotations
 
@@ -27,3 +27,31 @@ def rms_norm(x: jax.Array, norm: Norm) -> jax.Array:
     x = x.astype(jnp.float32)
     x *= lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + norm.eps)
     return x * (norm.scale_D.astype(jnp.float32) + norm.plus_one)
+
+
+class HalfNormed(NamedTuple):
+    """Rows that a norm has multiplied by its factors and not yet divided by their roots.
+
+    A product can be divided as well as its rows: what makes the rows does the first half, and the
+    product over them the second.
+
+    Attributes:
+        scaled_TD: the rows times the factors.
+        square_XT: float32, sums of squares of X parts of each row before that.
+    """
+
+    scaled_TD: jax.Array
+    square_XT: jax.Array
+
+
+class Rows(NamedTuple):
+    """Rows, and the first half of the norm that comes next if what made them did that too."""
+
+    x: jax.Array
+    half_normed: HalfNormed | None = None
+
+
+def half_norm(x_TD: jax.Array, scale_D: jax.Array) -> HalfNormed:
+    """The first half of a norm without `plus_one`."""
+    square_1T = jnp.square(x_TD.astype(jnp.float32)).sum(axis=-1)[None]
+    return HalfNormed(x_TD * scale_D, square_1T)

@@ -5,8 +5,8 @@ before the product and the bias, gated activation and residual after it are done
 program serves a block of output columns. Where that leaves multiprocessors idle, several share a
 block's sum; the last to finish adds up their parts, always in the same order.
 
-The norm costs no pass of its own: rows are multiplied by its factors as they arrive, their
-squares are summed beside the product, and the product is divided by the root at the end.
+A norm between two products costs no pass of its own: the one that makes the rows also multiplies
+them by the norm's factors and sums their squares, the other divides by the root at its end.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.rms_norm import Norm
+from pallas_kernels.rms_norm import HalfNormed, Rows
 
-MAX_ROWS = 32
+MAX_ROWS = 64
 MAX_ELEMENTS = 8 << 20  # of a kernel; XLA streams larger ones as fast, and fuses as much
 PROGRAMS = 132  # multiprocessors of an H100 or H200
 
@@ -42,9 +42,8 @@ class TuningConfig:
 
     Attributes:
         block_out: output columns of a program, a power of two from 16 to 128.
-        block_in: terms of the sum that are loaded at once, a power of two from 16 to 1024. With a
-            norm, fewer than 64 a warp delay every step by a trip to memory.
-        splits: programs that share the sum; 1 with a norm.
+        block_in: terms of the sum that are loaded at once, a power of two from 16 to 1024.
+        splits: programs that share the sum.
         num_warps: warps of a program, a power of two up to 8.
         num_stages: depth of the load pipeline.
     """
@@ -72,116 +71,113 @@ class TuningConfig:
         return F % self.block_out == 0 and D % (self.block_in * self.splits) == 0
 
 
-def tuning_config(*, T: int, D: int, F: int, gated: bool, has_norm: bool) -> TuningConfig:
+def tuning_config(*, T: int, D: int, F: int, gated: bool) -> TuningConfig:
     """The setting for T rows of D terms and F columns out, as measured on an H200.
 
     All fit the 99 KiB of shared memory of GPUs of compute capability 8.6 and 8.9.
     """
-    blocks = F // 32
-    if not has_norm and blocks <= PROGRAMS // 2:
+    blocks, few = F // 32, T <= 32
+    if blocks <= PROGRAMS // 2:
         splits = min(4, PROGRAMS // max(blocks, 1))
-        return TuningConfig(32, 128, splits, 4, max(1, min(6, D // 128 // splits)))
-    # Each warp multiplies the rows by the norm's factors anew; with enough columns a warp it pays.
-    few = has_norm and not gated and T <= 16
-    return TuningConfig(32, 256, 1, 2 if few else 4, 3 if gated else 4)
+        return TuningConfig(32, 128, splits, 4, max(1, min(6 if few else 4, D // 128 // splits)))
+    return TuningConfig(32, 256 if few else 128, 1, 4, 3 if gated else 4)
 
 
-def is_faster(
-    x_TD: jax.Array, kernel: jax.Array, norm: Norm | None, activation: str | None
-) -> bool:
+def is_faster(x_TD: jax.Array, kernel: jax.Array, activation: str | None) -> bool:
     """Whether `small_batch_linear` takes these operands, and an H200 less time than XLA's way."""
+    (T, D), F = x_TD.shape, kernel.shape[-1]
     return (
         x_TD.dtype == kernel.dtype == jnp.bfloat16
-        and x_TD.shape[0] <= MAX_ROWS
+        and T <= MAX_ROWS
         and kernel.size <= MAX_ELEMENTS
         and activation != NOT_IN_KERNELS
-        and (norm is None or not norm.plus_one)
-        and _config(x_TD, kernel, norm).fits(kernel.shape[0], kernel.shape[-1])
+        and tuning_config(T=T, D=D, F=F, gated=kernel.ndim == 3).fits(D, F)
     )
 
 
-def _config(x_TD: jax.Array, kernel: jax.Array, norm: Norm | None) -> TuningConfig:
-    (T, D), F = x_TD.shape, kernel.shape[-1]
-    return tuning_config(T=T, D=D, F=F, gated=kernel.ndim == 3, has_norm=norm is not None)
-
-
 def small_batch_linear(
-    x_TD: jax.Array,
+    x: jax.Array | HalfNormed,
     kernel: jax.Array,
     *,
-    norm: Norm | None = None,
+    eps: float = 0.0,
     bias: jax.Array | None = None,
     activation: str | None = None,
     residual_TF: jax.Array | None = None,
+    next_scale_F: jax.Array | None = None,
     config: TuningConfig | None = None,
     interpret: bool = False,
-) -> jax.Array:
-    """residual + activation(gate) * up of norm(x) @ kernel + bias; all but the product optional.
+) -> Rows:
+    """residual + activation(gate) * up of x @ kernel + bias; all but the product optional.
 
     Sums are float32 and rounded once, at the end. A row's result does not depend on other rows.
 
     Args:
-        x_TD: bfloat16 rows, T <= 32.
+        x: [T, D] bfloat16 rows, T <= 64, or such rows whose norm is to be completed.
         kernel: [D, F], with an activation [D, 2, F], gates first; bfloat16.
-        norm: of x; without `plus_one`.
+        eps: of the norm of x.
         bias: [F] or [2, F], as the kernel has columns.
         activation: a name from `ACTIVATIONS`, but not gelu by the error function.
         residual_TF: added last.
+        next_scale_F: factors of the norm of the result, to begin it here.
         config: layout on the card, which must divide D and F; None: `tuning_config`.
         interpret: run on any platform, slowly.
 
     Returns:
-        [T, F] in bfloat16.
+        [T, F] in bfloat16, and the first half of its norm.
 
     Raises:
         ValueError: operands outside these bounds.
     """
+    x_TD, square_XT = x if isinstance(x, HalfNormed) else (x, None)
     T, D = x_TD.shape
     gated, F = activation is not None, kernel.shape[-1]
-    config = config or _config(x_TD, kernel, norm)
+    config = config or tuning_config(T=T, D=D, F=F, gated=gated)
     if kernel.shape != ((D, 2, F) if gated else (D, F)):
         raise ValueError(f"rows of {D} and {activation} do not fit a kernel of {kernel.shape}")
     if not x_TD.dtype == kernel.dtype == jnp.bfloat16:
         raise ValueError(f"expected bfloat16, got {x_TD.dtype} and {kernel.dtype}")
     if T > MAX_ROWS or not config.fits(D, F):
         raise ValueError(f"{T} rows of {D} to {F} columns do not fit {config}")
-    if norm is not None and (norm.plus_one or config.splits > 1):
-        raise ValueError("a norm must be without plus_one and its sum unsplit")
     if activation == NOT_IN_KERNELS:
         raise ValueError(f"{activation} has no place in a kernel")
-    R, width = 16 if T <= 16 else 32, config.block_out * (1 + gated)
+    R, width = max(16, pl.next_power_of_2(T)), config.block_out * (1 + gated)
+    blocks = F // config.block_out
     operands = {
         "x": x_TD,
         "kernel": kernel.reshape(D, -1),
-        "scale": None if norm is None else norm.scale_D,
+        "square": square_XT,
         "bias": None if bias is None else bias.reshape(-1),
         "residual": residual_TF,
+        "next_scale": next_scale_F,
     }
     outs = {"out": jax.ShapeDtypeStruct((T, F), x_TD.dtype)}
+    if next_scale_F is not None:
+        outs["next"] = outs["out"]
+        outs["next_square"] = jax.ShapeDtypeStruct((blocks, T), jnp.float32)
     if config.splits > 1:
-        blocks = F // config.block_out
         # One array serves all calls of a program: each leaves it as it was.
         operands["arrived"] = jnp.zeros((blocks,), jnp.int32)
         outs["part"] = jax.ShapeDtypeStruct((blocks, config.splits, R, width), jnp.float32)
     names = [name for name, operand in operands.items() if operand is not None]
-    return pl.pallas_call(
+    results = pl.pallas_call(
         partial(
             _kernel,
             names=(*names, *outs),
             R=R,
-            eps=0.0 if norm is None else norm.eps,
+            eps=eps,
             activation=activation,
             config=config,
             barrier=not interpret,
         ),
-        grid=(F // config.block_out * config.splits,),
+        grid=(blocks * config.splits,),
         out_shape=list(outs.values()),
         compiler_params=pltriton.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
         ),
         interpret=interpret,
         name="small_batch_linear",
-    )(*(operands[name] for name in names))[0]
+    )(*(operands[name] for name in names))
+    return Rows(results[0], None if next_scale_F is None else HalfNormed(*results[1:3]))
 
 
 def _kernel(
@@ -203,26 +199,19 @@ def _kernel(
     column_W = lax.div(w_W, B) * F + block * B + lax.rem(w_W, B)
     steps = D // C // splits
 
-    def step(i: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        sum_RW, square_RC = sums
+    def step(i: jax.Array, sum_RW: jax.Array) -> jax.Array:
         d_C = (split * steps + i) * C + jnp.arange(C)
         live_RC = jnp.broadcast_to(t_R1 < T, (R, C))
         x_RC = pltriton.load(ref["x"].at[t_R1, d_C[None, :]], mask=live_RC, other=0)
-        if "scale" in ref:
-            wide_RC = x_RC.astype(jnp.float32)
-            square_RC += wide_RC * wide_RC
-            # The only rounding, as in the norm: the root is divided by at the end.
-            x_RC *= ref["scale"][d_C][None, :]
         kernel_CW = ref["kernel"][d_C[:, None], column_W[None, :]]
-        return sum_RW + pltriton.dot(x_RC, kernel_CW), square_RC
+        return sum_RW + pltriton.dot(x_RC, kernel_CW)
 
     zero_RW = jnp.zeros((R, w_W.size), jnp.float32)
-    zero_RC = jnp.zeros((R, C if "scale" in ref else 1), jnp.float32)
-    sum_RW, square_RC = lax.fori_loop(0, steps, step, (zero_RW, zero_RC))
+    sum_RW = lax.fori_loop(0, steps, step, zero_RW)
 
     def finish(sum_RW: jax.Array) -> None:
-        if "scale" in ref:
-            sum_RW *= lax.rsqrt(square_RC.sum(axis=1) / D + eps)[:, None]
+        if "square" in ref:
+            sum_RW *= lax.rsqrt(_row_squares(ref["square"], R) / D + eps)[:, None]
         if "bias" in ref:
             sum_RW += ref["bias"][column_W].astype(jnp.float32)[None, :]
         y_RB = sum_RW if activation is None else _gate(sum_RW, activation)
@@ -231,7 +220,14 @@ def _kernel(
         if "residual" in ref:
             residual_RB = pltriton.load(ref["residual"].at[at_RB], mask=live_RB, other=0)
             y_RB += residual_RB.astype(jnp.float32)
-        pltriton.store(ref["out"].at[at_RB], y_RB.astype(ref["out"].dtype), mask=live_RB)
+        y_RB = y_RB.astype(ref["out"].dtype)
+        pltriton.store(ref["out"].at[at_RB], y_RB, mask=live_RB)
+        if "next_scale" in ref:
+            # The only rounding, as in the norm: the root is divided by at the end.
+            pltriton.store(ref["next"].at[at_RB], y_RB * ref["next_scale"][f_B], mask=live_RB)
+            square_R = jnp.square(y_RB.astype(jnp.float32)).sum(axis=1)
+            t_R = jnp.arange(R)
+            pltriton.store(ref["next_square"].at[block, t_R], square_R, mask=t_R < T)
 
     if splits == 1:
         finish(sum_RW)
@@ -245,6 +241,14 @@ def _kernel(
     def _() -> None:
         finish(sum((_read_part(ref["part"], block, s, R, w_W) for s in range(splits)), zero_RW))
         ref["arrived"][block] = jnp.int32(0)
+
+
+def _row_squares(square_ref: Any, R: int) -> jax.Array:
+    """Sums of squares of R rows, 0 for those that are not there."""
+    X, T = square_ref.shape
+    x_X1, t_1R = jnp.arange(pl.next_power_of_2(X))[:, None], jnp.arange(R)[None, :]
+    live_XR = (x_X1 < X) & (t_1R < T)
+    return pltriton.load(square_ref.at[x_X1, t_1R], mask=live_XR, other=0).sum(axis=0)
 
 
 def _read_part(part_ref: Any, block: jax.Array, split: int, R: int, w_W: jax.Array) -> jax.Array:

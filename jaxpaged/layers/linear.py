@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.rms_norm import Norm, rms_norm
+from pallas_kernels.rms_norm import Norm, Rows, half_norm, rms_norm
 from pallas_kernels.small_batch_linear import (
     ACTIVATIONS,
     is_faster,
@@ -45,20 +45,22 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(
         self,
-        x: jax.Array,
+        rows: Rows,
         *,
         norm: Norm | None = None,
         activation: str | None = None,
         residual: jax.Array | None = None,
-    ) -> jax.Array:
+        next_norm: Norm | None = None,
+    ) -> Rows:
         """The product of normalised rows, made activation(gate) * up, added to a residual.
 
         Args:
-            x: [T, *inputs], or their merger.
-            norm: of x, over all of the inputs.
+            rows: [T, *inputs], or their merger; half normed by `norm` or not at all.
+            norm: of the rows, over all of the inputs.
             activation: a name from `ACTIVATIONS`; the outputs are then (2, F), gates first, and
                 [T, F] comes out.
             residual: [T, *outputs].
+            next_norm: of the result, which may begin here.
         """
         kernel = self.param(
             "kernel",
@@ -79,15 +81,22 @@ class Linear(nn.Module):
         # One axis to sum over: given several, XLA may transpose the whole kernel at every step.
         # The axes that come out stay apart, since merging could split one that a mesh shards.
         size = math.prod(self.inputs)
-        x_TI, kernel = x.reshape(-1, size), kernel.reshape(size, *self.outputs)
-        if self.fuse:
+        x_TI, kernel = rows.x.reshape(-1, size), kernel.reshape(size, *self.outputs)
+        if self.fuse and not (norm and norm.plus_one) and not (next_norm and next_norm.plus_one):
             gated = activation is not None
             merged = kernel if gated else kernel.reshape(size, -1)
-            if is_faster(x_TI, merged, norm, activation):
-                y = small_batch_linear(
-                    x_TI, merged, norm=norm, bias=bias, activation=activation, residual_TF=residual
+            if is_faster(x_TI, merged, activation):
+                half = norm and (rows.half_normed or half_norm(x_TI, norm.scale_D))
+                y, half_normed = small_batch_linear(
+                    half or x_TI,
+                    merged,
+                    eps=norm.eps if norm else 0.0,
+                    bias=bias,
+                    activation=activation,
+                    residual_TF=residual,
+                    next_scale_F=next_norm.scale_D if next_norm else None,
                 )
-                return y if gated else y.reshape(-1, *self.outputs)
+                return Rows(y if gated else y.reshape(-1, *self.outputs), half_normed)
         if norm is not None:
             x_TI = rms_norm(x_TI, norm).astype(self.dtype)
         y = jax.lax.dot_general(
@@ -98,4 +107,4 @@ class Linear(nn.Module):
         if activation is not None:
             y = y.astype(jnp.float32)
             y = (ACTIVATIONS[activation](y[:, 0]) * y[:, 1]).astype(self.dtype)
-        return y if residual is None else residual + y
+        return Rows(y if residual is None else residual + y)

@@ -21,6 +21,7 @@ from jaxpaged.layers.norm import RMSNorm
 from jaxpaged.layers.rope import rope_tables
 from jaxpaged.models.spec import ModelSpec
 from jaxpaged.parallel.sharding import split_attention
+from pallas_kernels.rms_norm import Norm, Rows
 
 Params = Any  # nested dicts of arrays
 
@@ -49,14 +50,15 @@ class Attention(nn.Module):
 
     def __call__(
         self,
-        x_TD: jax.Array,
+        rows: Rows,
         norm: RMSNorm,
         residual_TD: jax.Array | None,
+        next_norm: Norm | None,
         rope: tuple[jax.Array, jax.Array],
         pages: jax.Array,
         batch: StepBatch,
         places: WritePlaces,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[Rows, jax.Array]:
         s = self.spec
         scales = (self.q_norm.scale, self.k_norm.scale) if s.qk_norm else None
         attend_heads: Callable[..., Any] = partial(
@@ -69,9 +71,9 @@ class Attention(nn.Module):
         )
         if self.mesh is not None:
             attend_heads = split_attention(attend_heads, self.mesh)
-        qkv_TKXH = self.qkv(x_TD, norm=norm.operands())
+        qkv_TKXH = self.qkv(rows, norm=norm.operands()).x
         out_TNH, pages = attend_heads(qkv_TKXH, pages, scales, rope, batch, places)
-        return self.o(out_TNH, residual=residual_TD), pages
+        return self.o(Rows(out_TNH), residual=residual_TD, next_norm=next_norm), pages
 
 
 def _attend_heads(
@@ -103,9 +105,11 @@ class MLP(nn.Module):
         self.gate_up = linear((D,), (2, F), (None,), (None, "ffn"))
         self.down = linear((F,), (D,), ("ffn",), (None,))
 
-    def __call__(self, x_TD: jax.Array, norm: RMSNorm, residual_TD: jax.Array | None) -> jax.Array:
-        h_TF = self.gate_up(x_TD, norm=norm.operands(), activation=self.spec.activation)
-        return self.down(h_TF, residual=residual_TD)
+    def __call__(
+        self, rows: Rows, norm: RMSNorm, residual_TD: jax.Array | None, next_norm: Norm | None
+    ) -> Rows:
+        hidden = self.gate_up(rows, norm=norm.operands(), activation=self.spec.activation)
+        return self.down(hidden, residual=residual_TD, next_norm=next_norm)
 
 
 def fuses(backend: str, mesh: Mesh | None) -> bool:
@@ -133,31 +137,45 @@ class DecoderLayer(nn.Module):
 
     def __call__(
         self,
-        x_TD: jax.Array,
+        rows: Rows,
+        next_scale_D: jax.Array,
         rope: tuple[jax.Array, jax.Array],
         pages: jax.Array,
         batch: StepBatch,
         places: WritePlaces,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[Rows, jax.Array]:
         """Hidden states and pages after this layer.
 
         Args:
+            rows: hidden states, [T, D].
+            next_scale_D: of the norm that comes after this layer.
             rope: cos and sin tables of the layer's kind.
             pages: [P, 2, K, S, H], this layer's array of the pool.
             batch: the step, with the page table of the layer's KV group alone, so that layers of
                 different groups are alike.
             places: where the step's tokens go in that group's pages.
         """
-        # A residual is added by the product before it, unless a norm stands between.
-        post_norms = self.spec.post_norms
-        residual_TD = None if post_norms else x_TD
-        mixed_TD, pages = self.attention(
-            x_TD, self.attention_norm, residual_TD, rope, pages, batch, places
+        s = self.spec
+        if s.post_norms:
+            mixed, pages = self.attention(
+                rows, self.attention_norm, None, None, rope, pages, batch, places
+            )
+            rows = Rows(rows.x + self.attention_post_norm(mixed.x))
+            out = self.mlp(rows, self.mlp_norm, None, None)
+            return Rows(rows.x + self.mlp_post_norm(out.x)), pages
+        # No norm stands before a residual: the product adds it, and may begin the next norm.
+        next_norm = Norm(next_scale_D, s.norm_eps, s.norm_plus_one)
+        rows, pages = self.attention(
+            rows,
+            self.attention_norm,
+            rows.x,
+            self.mlp_norm.operands(),
+            rope,
+            pages,
+            batch,
+            places,
         )
-        x_TD = x_TD + self.attention_post_norm(mixed_TD) if post_norms else mixed_TD
-        residual_TD = None if post_norms else x_TD
-        out_TD = self.mlp(x_TD, self.mlp_norm, residual_TD)
-        return x_TD + self.mlp_post_norm(out_TD) if post_norms else out_TD, pages
+        return self.mlp(rows, self.mlp_norm, rows.x, next_norm), pages
 
 
 # Layers that are built alike share one trace: tracing holds the GIL, and no cache saves it.
@@ -232,11 +250,15 @@ class Decoder(nn.Module):
         ropes = dict(zip(kinds, tables, strict=True))
         batches = [dataclasses.replace(batch, page_tables=(x,)) for x in batch.page_tables]
         pages = list(kv_pages)
-        for index, layer in enumerate(self.layers):
+        norms = [layer.attention_norm for layer in self.layers[1:]] + [self.final_norm]
+        rows = Rows(x_TD)
+        for index, (layer, norm) in enumerate(zip(self.layers, norms, strict=True)):
             group, array = self.kv.place(index)
             rope = ropes[self.spec.layers[index].rope]
-            x_TD, pages[array] = layer(x_TD, rope, pages[array], batches[group], places[group])
-        return x_TD, tuple(pages)
+            rows, pages[array] = layer(
+                rows, norm.scale, rope, pages[array], batches[group], places[group]
+            )
+        return rows.x, tuple(pages)
 
     def logits(self, hidden_RD: jax.Array) -> jax.Array:
         """Float32 scores [R, V] of hidden states that `forward` returned; -inf of padding."""

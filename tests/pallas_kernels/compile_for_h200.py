@@ -18,7 +18,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.paged_attention_triton import paged_attention_triton
-from pallas_kernels.rms_norm import Norm
+from pallas_kernels.rms_norm import Rows, half_norm
 from pallas_kernels.rope_write import rope_write
 from pallas_kernels.sample_top_k_top_p import sample_top_k_top_p
 from pallas_kernels.small_batch_linear import small_batch_linear
@@ -125,10 +125,10 @@ def compile_sampling(mesh: Mesh, R: int, V: int = 151_936) -> jax.stages.Compile
 # D, columns, activation, what else: the matrices of Qwen3 0.6B, and Llama 3.2 1B's first two.
 LINEAR: tuple[tuple[int, tuple[int, ...], str | None, set[str]], ...] = (
     (1024, (4096,), None, {"norm"}),
-    (2048, (1024,), None, {"residual_TF"}),
+    (2048, (1024,), None, {"residual_TF", "next_scale_F"}),
     (1024, (2, 3072), "silu", {"norm"}),
     (1024, (2, 3072), "gelu_pytorch_tanh", {"norm", "bias"}),
-    (3072, (1024,), None, {"residual_TF"}),
+    (3072, (1024,), None, {"residual_TF", "next_scale_F"}),
     (2048, (3072,), None, {"norm", "bias"}),
     (2048, (2048,), None, {"residual_TF"}),
 )
@@ -142,17 +142,21 @@ def compile_linear(
     def like(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
 
-    def product(operands: dict[str, jax.Array]) -> jax.Array:
-        options = dict(operands)
-        if "norm" in options:
-            options["norm"] = Norm(options["norm"], 1e-6, plus_one=False)
-        return small_batch_linear(**options, activation=activation)
+    def product(x_TD: jax.Array, kernel: jax.Array, options: dict[str, jax.Array]) -> Rows:
+        options = dict(options)
+        norm = options.pop("norm", None)
+        x = x_TD if norm is None else half_norm(x_TD, norm)
+        return small_batch_linear(x, kernel, eps=1e-6, activation=activation, **options)
 
-    every = {"norm": like(D), "bias": like(*columns), "residual_TF": like(T, columns[-1])}
-    operands = {name: every[name] for name in others}
-    operands |= {"x_TD": like(T, D), "kernel": like(D, *columns)}
+    every = {
+        "norm": like(D),
+        "bias": like(*columns),
+        "residual_TF": like(T, columns[-1]),
+        "next_scale_F": like(columns[-1]),
+    }
+    operands = like(T, D), like(D, *columns), {name: every[name] for name in others}
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return jax.jit(product).lower(operands).compile()
+        return jax.jit(product).lower(*operands).compile()
 
 
 def main() -> None:
