@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -130,7 +131,7 @@ def test_strangers_neither_join_nor_read_nor_disturb(coordinator: str) -> None:
 def test_a_number_that_two_hosts_have_goes_to_the_first(coordinator: str) -> None:
     met = meet_all(coordinator, 3, [0, 1, 1], timeout=1.5)
     assert sum(each == "two hosts have --host-id 1; this one came later" for each in met) == 1
-    assert any("host 2 did not join within 1.5 s" in str(each) for each in met[1:])
+    assert any(re.search("host 2 did not join|still waits", str(each)) for each in met[1:])
     assert "host 2 did not join within 1.5 s" in str(met[0])
 
 
