@@ -71,7 +71,7 @@ class HostRunner:
 
     def __init__(self, plan: EnginePlan) -> None:
         self.plan = plan
-        self.executables = SimpleNamespace(late_compilations=0)
+        self.late_compilations = 0
         self._slots = SlotTable(plan.max_num_seqs, plan.vocab)
         self._builder = BatchBuilder(plan.shapes, plan.buckets, self._slots)
         self._rng = np.random.default_rng(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,8 @@ import jax.numpy as jnp
 class KVGroup:
     """Layers whose pages are allocated, kept and freed together.
 
-    All groups of a model hold the same number of layers (the last may hold fewer), so a page of
-    any group has the same bytes and one pool serves them all.
+    All groups of a model hold the same number of layers (or one less), so a page of any group has
+    the same bytes and one pool serves them all.
     """
 
     layers: tuple[int, ...]
@@ -21,15 +21,19 @@ class KVGroup:
 
 
 def group_layers(windows_L: tuple[int | None, ...]) -> tuple[KVGroup, ...]:
-    """Split layers by window into groups of equal size: the rarest kind gives the size."""
+    """Split layers by window into groups of equal size: the rarest kind gives the size.
+
+    A kind's layers are dealt out to its groups in turn. So any run of layers has about as many of
+    each group, and stages that share the layers have about as many arrays each.
+    """
     kinds: dict[int | None, list[int]] = {}
     for layer, window in enumerate(windows_L):
         kinds.setdefault(window, []).append(layer)
     size = min(len(layers) for layers in kinds.values())
     return tuple(
-        KVGroup(tuple(layers[i : i + size]), window)
+        KVGroup(tuple(layers[i :: -(-len(layers) // size)]), window)
         for window, layers in sorted(kinds.items(), key=lambda kind: kind[0] or 0)
-        for i in range(0, len(layers), size)
+        for i in range(-(-len(layers) // size))
     )
 
 
@@ -55,6 +59,14 @@ class KVPagesSpec:
         heads = self.num_kv_heads // self.num_devices
         slot = 2 * heads * self.head_dim * jnp.dtype(self.dtype).itemsize
         return self.num_arrays * self.page_size * slot
+
+    def part(self, layers: range) -> KVPagesSpec:
+        """The pool of a device that computes these layers alone: the same pages of all groups."""
+        groups = tuple(
+            KVGroup(tuple(layer for layer in group.layers if layer in layers), group.window)
+            for group in self.groups
+        )
+        return replace(self, groups=groups)
 
     def place(self, layer: int) -> tuple[int, int]:
         """(group, array) of a layer."""

@@ -10,8 +10,14 @@ from itertools import chain
 from jaxpaged.core.page_allocator import PageAllocator
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler_config import SchedulerConfig
-from jaxpaged.core.scheduler_output import ScheduledSequence, SchedulerOutput, SequenceUpdate
+from jaxpaged.core.scheduler_output import (
+    ScheduledSequence,
+    SchedulerOutput,
+    SequenceUpdate,
+    StepDraft,
+)
 from jaxpaged.core.sequence import NO_SLOT, SequenceQueue, SequenceState, Status
+from jaxpaged.core.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +30,7 @@ class Scheduler:
     """Continuous batching over a pool of pages.
 
     It knows no prefill or decode phase, only tokens that are not computed yet. A step may be
-    scheduled before the tokens of the step before are known: they count as placeholders.
+    scheduled before the tokens of steps before it are known: they count as placeholders.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -48,6 +54,7 @@ class Scheduler:
         self._alive: dict[str, dict[int, SequenceState]] = {}  # request -> choice -> state
         self._unforked: dict[str, list[SequenceState]] = {}  # wait for choice 0 to do the prompt
         self._queued: set[str] = set()
+        self._turns = Turns(config.num_stages, config.max_num_seqs)
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
 
     @property
@@ -130,10 +137,11 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step; nothing may be left to do (no sequences)."""
-        step = _Step(self.config.max_num_batched_tokens, self.config.max_prompt_logprob_rows)
+        step = StepDraft(self.config.max_num_batched_tokens, self.config.max_prompt_logprob_rows)
         self._schedule_running(step)
         if not step.preempted:
             self._schedule_waiting(step)
+        self._turns.end(step)
         return SchedulerOutput(
             sequences=(*step.single, *step.chunks),
             num_tokens=self.config.max_num_batched_tokens - step.tokens_left,
@@ -200,8 +208,8 @@ class Scheduler:
                 f"{prompt_len} more were sent, the limit is {most_tokens}"
             )
 
-    def _schedule_running(self, step: _Step) -> None:
-        for sequence in self._running:  # preemption removes from the end
+    def _schedule_running(self, step: StepDraft) -> None:
+        for sequence in self._turns.running(self._running, len(self._waiting)):
             if step.tokens_left == 0:
                 break
             start = sequence.num_computed
@@ -215,7 +223,7 @@ class Scheduler:
                 continue
             # One token of a decode: the loop's hot path.
             if num_tokens > sequence.capacity:
-                self.pages.publish(sequence, start)
+                self.pages.publish(sequence, min(start, len(sequence.token_ids)))
                 if not self._make_room(sequence, num_tokens, step):
                     return
             sequence.num_computed = num_tokens
@@ -223,7 +231,7 @@ class Scheduler:
             step.tokens_left -= 1
             step.single.append(ScheduledSequence(sequence, start, 1, sequence.slot, True, 0, 0))
 
-    def _make_room(self, sequence: SequenceState, end: int, step: _Step) -> bool:
+    def _make_room(self, sequence: SequenceState, end: int, step: StepDraft) -> bool:
         """Get pages up to position `end`, if need be from those served last; False: it is one."""
         while end > sequence.capacity:
             if self.pages.extend(sequence, sequence.num_computed, end):
@@ -235,8 +243,9 @@ class Scheduler:
                 return False
         return True
 
-    def _schedule_waiting(self, step: _Step) -> None:
-        while self._waiting and step.tokens_left and self._free_slots:
+    def _schedule_waiting(self, step: StepDraft) -> None:
+        places = self._turns.places(step, len(self._running), len(self._waiting))
+        while self._waiting and step.tokens_left and self._free_slots and places:
             sequence = self._waiting.first
             if sequence.num_in_flight:
                 break  # preempted: its last token is still on the way to the host
@@ -253,8 +262,9 @@ class Scheduler:
             count = self._chunk(sequence, start, step)
             self.pages.extend(sequence, start, start + count)
             self._commit(sequence, count, step)
+            places -= 1
 
-    def _admit(self, sequence: SequenceState, step: _Step) -> bool:
+    def _admit(self, sequence: SequenceState, step: StepDraft) -> bool:
         """Whether the head of the queue may run from now on; takes the pages of a prefix hit."""
         hit = None
         start = sequence.num_computed
@@ -271,7 +281,7 @@ class Scheduler:
                 self.prefix_cache_hits += start
         return True
 
-    def _chunk(self, sequence: SequenceState, start: int, step: _Step) -> int:
+    def _chunk(self, sequence: SequenceState, start: int, step: StepDraft) -> int:
         """Tokens of the sequence that this step has room for, from `start` on."""
         count = sequence.num_tokens - start
         if count == 1:
@@ -287,7 +297,7 @@ class Scheduler:
                 count = first + step.rows_left - start
         return count
 
-    def _commit(self, sequence: SequenceState, count: int, step: _Step) -> None:
+    def _commit(self, sequence: SequenceState, count: int, step: StepDraft) -> None:
         """Put a chunk of known tokens into the step; its pages are there."""
         start = sequence.num_computed
         sequence.num_computed = end = start + count
@@ -383,15 +393,3 @@ class Scheduler:
             self._queued.remove(sequence.request.request_id)
             self.num_queued_requests -= 1
             self.num_queued_tokens -= sequence.prompt_len
-
-
-class _Step:
-    """A step in the making."""
-
-    def __init__(self, tokens: int, rows: int) -> None:
-        self.tokens_left = tokens
-        self.rows_left = rows
-        self.single: list[ScheduledSequence] = []
-        self.chunks: list[ScheduledSequence] = []
-        self.preempted: list[SequenceState] = []
-        self.admitted: list[SequenceState] = []

@@ -28,6 +28,7 @@ class SchedulerConfig:
     policy: str = "fcfs"  # or "priority"
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
+    num_stages: int = 1  # of the pipeline that computes a step: so many steps overlap
     max_prompt_logprob_rows: int = MAX_PROMPT_LOGPROB_ROWS  # in one step, over all sequences
 
     def __post_init__(self) -> None:

@@ -23,6 +23,18 @@ class ScheduledSequence:
     num_prompt_logprob_rows: int
 
 
+class StepDraft:
+    """A step in the making."""
+
+    def __init__(self, tokens: int, rows: int) -> None:
+        self.tokens_left = tokens
+        self.rows_left = rows
+        self.single: list[ScheduledSequence] = []
+        self.chunks: list[ScheduledSequence] = []
+        self.preempted: list[SequenceState] = []
+        self.admitted: list[SequenceState] = []
+
+
 @dataclass(frozen=True)
 class SchedulerOutput:
     """One step. Sequences with one token come first, then longer chunks."""

@@ -51,6 +51,7 @@ class SequenceState:
     page_hashes: list[bytes] = field(default_factory=list)  # prefix keys of leading pages
     num_published: int = 0  # leading pages that the prefix cache was told of
     cache_epoch: int = -1  # `PrefixCache.epoch` when its first page was computed
+    last_step: int = -1  # number of the step that it was last part of
     grammar: Any = None  # where it stands in its grammar, kept by `runtime.grammar`
     prompt_len: int = field(init=False)
     ending_ids: frozenset[int] = field(init=False)  # EOS and stop_token_ids

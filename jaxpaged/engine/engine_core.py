@@ -8,6 +8,8 @@ import hashlib
 import itertools
 import logging
 import time
+from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 import numpy as np
@@ -64,7 +66,9 @@ class EngineCore:
         started = start_runner(config, serving=serving or group is not None, group=group)
         self._runner = started.runner
         plan = self._runner.plan
-        self._overlap = config.async_scheduling
+        # Steps that stay in flight while the next is prepared: one for each stage of a pipeline.
+        stages = len(plan.stages)
+        self._depth = stages if config.async_scheduling else stages - 1
         self._scheduler = Scheduler(
             SchedulerConfig(
                 page_size=plan.kv.page_size,
@@ -79,14 +83,15 @@ class EngineCore:
                 policy=config.scheduling_policy,
                 max_num_queued_reqs=config.max_num_queued_reqs,
                 max_num_queued_tokens=config.max_num_queued_tokens,
+                num_stages=stages,
             )
         )
         self._seed, self._seeds_drawn = config.seed, itertools.count()
-        self._pending: InFlight | None = None  # dispatched, not yet collected
+        self._pending: deque[InFlight] = deque()  # dispatched, not yet collected
         self._outputs: list[SequenceOutput] = []  # news for the front end
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self._admitted_at: dict[str, float] = {}  # time.time() of a request's first admission
-        self._late_at_ready = self._runner.executables.late_compilations
+        self._late_at_ready = self._runner.late_compilations
         self._iteration_tokens = self._bucket_tokens = 0
         self._step_seconds = self._host_gap = 0.0
         self._collected_at = 0.0
@@ -210,47 +215,45 @@ class EngineCore:
 
     def end(self) -> None:
         """Have the other hosts end, if there are some; the engine is of no use afterwards."""
-        if self._runner.followers is not None:
-            self._runner.followers.end()
+        followers = self._runner.stages[0].followers
+        if followers is not None:
+            followers.end()
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do or to tell."""
         return bool(
-            self._scheduler.has_unfinished
-            or self._pending is not None
-            or self._outputs
-            or self._compiling
+            self._scheduler.has_unfinished or self._pending or self._outputs or self._compiling
         )
 
     # -- the loop ------------------------------------------------------------------------------
 
     def step(self) -> list[SequenceOutput]:
-        """Dispatch the next step, then take what the one before it sampled."""
+        """Dispatch the next step, then take what the one before it sampled: of a pipeline, what the
+        one as many steps back as there are stages sampled.
+        """
         if self._compiling:
             self._queue_compiled()
         scheduled = self._scheduler.schedule()
         for sequence in scheduled.admitted:
             if sequence.index == 0 and len(sequence.token_ids) == sequence.prompt_len:
                 self._admitted_at.setdefault(sequence.request.request_id, time.time())
-        in_flight = None
         if scheduled.sequences:
             step = self._dispatch_forward(scheduled)
             masks: dict[int, np.ndarray] = {}
-            if any(waits_for_last_token(item) for item in scheduled.sequences):
-                self._collect()  # this step's masks need the tokens of the one before
+            waiting = [item.sequence for item in scheduled.sequences if waits_for_last_token(item)]
+            if waiting:
+                self._collect_tokens_of(waiting)
                 masks = self._grammar_masks(scheduled)
-            in_flight = self._runner.sample(scheduled, step, masks)
-        self._collect()
-        self._pending = in_flight
-        if not self._overlap:
+            self._pending.append(self._runner.sample(scheduled, step, masks))
+        if len(self._pending) > self._depth or not scheduled.sequences:
             self._collect()
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def _dispatch_forward(self, scheduled: SchedulerOutput) -> StepInput:
         begin = time.perf_counter()
-        device_waits = self._pending is not None and self._pending.is_ready()
+        device_waits = bool(self._pending) and self._pending[-1].is_ready()
         step = self._runner.forward(scheduled)
         self._host_gap = time.perf_counter() - begin if device_waits else 0.0
         self._bucket_tokens, self._iteration_tokens = step.bucket.num_tokens, scheduled.num_tokens
@@ -268,10 +271,15 @@ class EngineCore:
                 self._fail(request_id, reason, 400, PARAM)
         return masks
 
+    def _collect_tokens_of(self, sequences: Sequence[SequenceState]) -> None:
+        """Take steps until the host knows all of these but what the step in the making samples."""
+        while self._pending and any(s.num_in_flight > 1 and not s.finished for s in sequences):
+            self._collect()
+
     def _collect(self) -> None:
-        if self._pending is None:
+        if not self._pending:
             return
-        step, self._pending = self._pending, None
+        step = self._pending.popleft()
         result = self._runner.collect(step)
         now = time.perf_counter()
         self._step_seconds = now - max(step.dispatched, self._collected_at)
@@ -334,7 +342,7 @@ class EngineCore:
             num_preemptions=scheduler.num_preemptions,
             prefix_cache_queries=scheduler.prefix_cache_queries,
             prefix_cache_hits=scheduler.prefix_cache_hits,
-            step_compilations=self._runner.executables.late_compilations - self._late_at_ready,
+            step_compilations=self._runner.late_compilations - self._late_at_ready,
             iteration_tokens=self._iteration_tokens,
             bucket_tokens=self._bucket_tokens,
             device_step_seconds=self._step_seconds,

@@ -138,7 +138,7 @@ class DecoderLayer(nn.Module):
     def __call__(
         self,
         rows: Rows,
-        next_scale_D: jax.Array,
+        next_scale_D: jax.Array | None,
         rope: tuple[jax.Array, jax.Array],
         pages: jax.Array,
         batch: StepBatch,
@@ -148,7 +148,7 @@ class DecoderLayer(nn.Module):
 
         Args:
             rows: hidden states, [T, D].
-            next_scale_D: of the norm that comes after this layer.
+            next_scale_D: of the norm that comes after this layer; None: another stage has it.
             rope: cos and sin tables of the layer's kind.
             pages: [P, 2, K, S, H], this layer's array of the pool.
             batch: the step, with the page table of the layer's KV group alone, so that layers of
@@ -164,7 +164,9 @@ class DecoderLayer(nn.Module):
             out = self.mlp(rows, self.mlp_norm, None, None)
             return Rows(rows.x + self.mlp_post_norm(out.x)), pages
         # No norm stands before a residual: the product adds it, and may begin the next norm.
-        next_norm = Norm(next_scale_D, s.norm_eps, s.norm_plus_one)
+        next_norm = None
+        if next_scale_D is not None:
+            next_norm = Norm(next_scale_D, s.norm_eps, s.norm_plus_one)
         rows, pages = self.attention(
             rows,
             self.attention_norm,
@@ -190,7 +192,9 @@ class Decoder(nn.Module):
         kv: where each layer's keys and values lie.
         dtype: of weights and activations.
         backend: of attention; see `layers.attention`.
-        mesh: the devices that share the model; None: one device.
+        mesh: the devices that share every layer; None: one device.
+        part: the layers of a stage, if several share the model; None: all of them. The first stage
+            embeds tokens, the last one has the final norm and the head.
     """
 
     spec: ModelSpec
@@ -198,20 +202,42 @@ class Decoder(nn.Module):
     dtype: Any
     backend: str = "xla"
     mesh: Mesh | None = None
+    part: range | None = None
+
+    @property
+    def own_layers(self) -> range:
+        """Indices of the layers that this stage computes."""
+        return range(len(self.spec.layers)) if self.part is None else self.part
+
+    @property
+    def is_first(self) -> bool:
+        return self.own_layers.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.own_layers.stop == len(self.spec.layers)
 
     def setup(self) -> None:
         s = self.spec
-        self.embed = Embedding(s.vocab_rows, s.width, self.dtype)
-        self.layers = [
-            SharedDecoderLayer(s, layer.window, self.dtype, self.backend, self.mesh)
-            for layer in s.layers
-        ]
-        self.final_norm = RMSNorm(s.width, s.norm_eps, s.norm_plus_one, self.dtype)
-        if not s.tie_embeddings:
-            self.lm_head = Embedding(s.vocab_rows, s.width, self.dtype)
+        if self.is_first or (self.is_last and s.tie_embeddings):
+            self.embed = Embedding(s.vocab_rows, s.width, self.dtype)
+        self.layers = {
+            str(index): SharedDecoderLayer(
+                s, s.layers[index].window, self.dtype, self.backend, self.mesh
+            )
+            for index in self.own_layers
+        }
+        if self.is_last:
+            self.final_norm = RMSNorm(s.width, s.norm_eps, s.norm_plus_one, self.dtype)
+            if not s.tie_embeddings:
+                self.lm_head = Embedding(s.vocab_rows, s.width, self.dtype)
 
     def forward(
-        self, batch: StepBatch, last_token: jax.Array, kv_pages: tuple[jax.Array, ...]
+        self,
+        batch: StepBatch,
+        last_token: jax.Array,
+        kv_pages: tuple[jax.Array, ...],
+        x_TD: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Compute the step's tokens and write their keys and values.
 
@@ -219,44 +245,62 @@ class Decoder(nn.Module):
             batch: tokens, positions, page tables.
             last_token: i32[slots], for tokens that the batch names by slot.
             kv_pages: arrays of [P, 2, K, S, H], written in place where they are donated.
+            x_TD: what the stage before returned; None: this is the first.
 
         Returns:
-            The hidden states of `batch.row_R` after the final norm [R, D], and the pages.
+            The hidden states of `batch.row_R` after the final norm [R, D], and the pages. A stage
+            that is not the last returns those of every token [T, D], as its last layer left them.
         """
-        x_TD, pages = self._run_layers(batch, last_token, kv_pages)
-        return self.final_norm(x_TD[batch.row_R]), pages
+        x_TD, pages = self._run_layers(batch, last_token, kv_pages, x_TD)
+        return self.final_norm(x_TD[batch.row_R]) if self.is_last else x_TD, pages
 
     def forward_all(
-        self, batch: StepBatch, last_token: jax.Array, kv_pages: tuple[jax.Array, ...]
+        self,
+        batch: StepBatch,
+        last_token: jax.Array,
+        kv_pages: tuple[jax.Array, ...],
+        x_TD: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Like `forward`, but with the hidden states of every token [T, D]."""
-        x_TD, pages = self._run_layers(batch, last_token, kv_pages)
+        """Like `forward` of the last stage, but with the hidden states of every token [T, D]."""
+        x_TD, pages = self._run_layers(batch, last_token, kv_pages, x_TD)
         return self.final_norm(x_TD), pages
 
-    def _run_layers(
-        self, batch: StepBatch, last_token: jax.Array, kv_pages: tuple[jax.Array, ...]
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    def _embed_tokens(self, batch: StepBatch, last_token: jax.Array) -> jax.Array:
         token_T = batch.token_T
         token_T = jnp.where(token_T < 0, last_token[-1 - token_T], token_T)
         x_TD = self.embed(token_T)
         if self.spec.embed_scale is not None:
             x_TD *= jnp.asarray(self.spec.embed_scale, self.dtype)
-        kinds = tuple(dict.fromkeys(layer.rope for layer in self.spec.layers))
+        return x_TD
+
+    def _run_layers(
+        self,
+        batch: StepBatch,
+        last_token: jax.Array,
+        kv_pages: tuple[jax.Array, ...],
+        x_TD: jax.Array | None,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        if x_TD is None:
+            x_TD = self._embed_tokens(batch, last_token)
+        own, kv = self.own_layers, self.kv.part(self.own_layers)
+        kinds = tuple(dict.fromkeys(self.spec.layers[index].rope for index in own))
         tables = [rope_tables(rope, batch.position_T) for rope in kinds]
-        groups = range(len(batch.page_tables))
-        places = [write_places(batch, group, self.kv.page_size) for group in groups]
+        used = [group for group, members in enumerate(kv.groups) if members.layers]
+        places = {group: write_places(batch, group, kv.page_size) for group in used}
         # Without a barrier XLA computes these again inside every layer's fusions.
         tables, places = jax.lax.optimization_barrier((tables, places))
         ropes = dict(zip(kinds, tables, strict=True))
         batches = [dataclasses.replace(batch, page_tables=(x,)) for x in batch.page_tables]
         pages = list(kv_pages)
-        norms = [layer.attention_norm for layer in self.layers[1:]] + [self.final_norm]
+        norms = [self.layers[str(index)].attention_norm.scale for index in own[1:]]
+        # Which norm comes first in the next stage, this one does not know.
+        norms.append(self.final_norm.scale if self.is_last else None)
         rows = Rows(x_TD)
-        for index, (layer, norm) in enumerate(zip(self.layers, norms, strict=True)):
-            group, array = self.kv.place(index)
+        for index, next_scale_D in zip(own, norms, strict=True):
+            group, array = kv.place(index)
             rope = ropes[self.spec.layers[index].rope]
-            rows, pages[array] = layer(
-                rows, norm.scale, rope, pages[array], batches[group], places[group]
+            rows, pages[array] = self.layers[str(index)](
+                rows, next_scale_D, rope, pages[array], batches[group], places[group]
             )
         return rows.x, tuple(pages)
 
@@ -272,11 +316,15 @@ class Decoder(nn.Module):
         return logits_RV
 
     def __call__(
-        self, batch: StepBatch, last_token: jax.Array, kv_pages: tuple[jax.Array, ...]
+        self,
+        batch: StepBatch,
+        last_token: jax.Array,
+        kv_pages: tuple[jax.Array, ...],
+        x_TD: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """`forward` and `logits` in one: ([R, V], pages)."""
-        hidden_RD, kv_pages = self.forward(batch, last_token, kv_pages)
-        return self.logits(hidden_RD), kv_pages
+        """`forward` and, in the last stage, `logits` in one: ([R, V], pages)."""
+        hidden_RD, kv_pages = self.forward(batch, last_token, kv_pages, x_TD)
+        return self.logits(hidden_RD) if self.is_last else hidden_RD, kv_pages
 
 
 def head_params(params: Params) -> Params:
@@ -300,5 +348,6 @@ def abstract_params(model: Decoder) -> Params:
         row_R=one,
         decode_only=True,
     )
-    kv_pages = jax.eval_shape(model.kv.zeros)
-    return jax.eval_shape(model.init, jax.random.key(0), batch, one, kv_pages)["params"]
+    kv_pages = jax.eval_shape(model.kv.part(model.own_layers).zeros)
+    x_TD = None if model.is_first else jnp.zeros((1, model.spec.width), model.dtype)
+    return jax.eval_shape(model.init, jax.random.key(0), batch, one, kv_pages, x_TD)["params"]

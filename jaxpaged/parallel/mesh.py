@@ -30,28 +30,39 @@ def make_mesh(
     )
 
 
-def model_mesh(num_devices: int) -> Mesh | None:
-    """The first devices of each host, to share one model; None: one device needs no mesh.
+def stage_devices(tensor: int, stages: int) -> list[list[jax.Device]]:
+    """The first devices of each host, dealt out to the stages that share one model.
 
     Args:
-        num_devices: of all hosts together; divides by their number.
+        tensor: devices of a stage; all of them divide by the number of hosts.
 
     Raises:
         ValueError: a host has fewer.
     """
     num_hosts = jax.process_count()
-    here = num_devices // num_hosts
-    devices: list[jax.Device] = []
+    found, needed = [], tensor * stages // num_hosts
     for host_id in range(num_hosts):
         shown = jax.local_devices(process_index=host_id)
-        if len(shown) < here:
-            platform = shown[0].platform
-            hint = f"; JAX_NUM_CPU_DEVICES={here} splits it" if platform == "cpu" else ""
-            which = f"host {host_id}" if num_hosts > 1 else "this host"
-            needs = f"{here} devices on each host" if num_hosts > 1 else "as many devices"
-            raise ValueError(
-                f"--tensor-parallel-size {num_devices} needs {needs}; {which} shows "
-                f"{len(shown)} ({platform}){hint}"
-            )
-        devices += shown[:here]
-    return None if num_devices == 1 else make_mesh(model=num_devices, devices=devices)
+        if len(shown) < needed:
+            raise ValueError(_too_few(tensor, stages, needed, shown))
+        found += shown[:needed]
+    return [found[stage * tensor : (stage + 1) * tensor] for stage in range(stages)]
+
+
+def _too_few(tensor: int, stages: int, needed: int, shown: Sequence[jax.Device]) -> str:
+    first, num_hosts = shown[0], jax.process_count()
+    flags = {"--tensor-parallel-size": tensor, "--pipeline-parallel-size": stages}
+    asked = " with ".join(f"{flag} {size}" for flag, size in flags.items() if size > 1)
+    hint = f"; JAX_NUM_CPU_DEVICES={needed} splits it" if first.platform == "cpu" else ""
+    on_each, host = "", "this host"
+    if num_hosts > 1:
+        on_each, host = f" on each of {num_hosts} hosts", f"host {first.process_index}"
+    return (
+        f"{asked} needs {needed} devices{on_each}; {host} shows {len(shown)} "
+        f"({first.platform}){hint}"
+    )
+
+
+def model_mesh(devices: Sequence[jax.Device]) -> Mesh | None:
+    """Of devices that share every layer; None: one device needs no mesh."""
+    return None if len(devices) == 1 else make_mesh(model=len(devices), devices=devices)

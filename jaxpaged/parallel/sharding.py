@@ -94,7 +94,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def put(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+def put(array: np.ndarray | jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
     """Onto devices, also of several hosts: each has the whole array, and sends its own ones theirs.
 
     `jax.device_put` would first compare the hosts' arrays, over the network.

@@ -6,9 +6,10 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -172,49 +173,66 @@ class Executables(Generic[Key]):
         return bool(loaded)
 
     def compile_all(self, keys: Iterable[Key], after: Future[Any] | None = None) -> None:
-        """Load what is stored; trace the rest here (it holds the GIL), compile it in threads.
-
-        Args:
-            after: what must be done before anything is compiled; its error ends this.
-        """
-        start, traced = time.perf_counter(), self.trace_seconds
-        todo = [key for key in dict.fromkeys(keys) if key not in self._compiled]
-        missing = []
-        progress = tqdm(total=len(todo), desc="Compiling", unit="step", disable=not todo)
-        with ThreadPoolExecutor(os.cpu_count()) as pool, progress:
-            for key, loaded in zip(todo, pool.map(self._load, todo), strict=True):
-                if loaded is None:
-                    missing.append(key)
-                else:
-                    self._compiled[key] = loaded
-                    progress.update()
-            if missing:
-                if after is not None:
-                    waiting = time.perf_counter()
-                    after.result()
-                    start += time.perf_counter() - waiting
-                self._compile_in(pool, missing, progress)
-        self.compile_seconds += time.perf_counter() - start - (self.trace_seconds - traced)
-
-    def _compile_in(self, pool: Executor, keys: list[Key], progress: Any) -> None:
-        pending: dict[Future[jax.stages.Compiled], Key] = {}
-        try:
-            with _without_jax_cache():
-                for key in keys:
-                    start = time.perf_counter()
-                    program = self._program(key)
-                    lowered = program.lower()
-                    self.trace_seconds += time.perf_counter() - start
-                    future = pool.submit(self._compile, key, lowered, program.options)
-                    future.add_done_callback(lambda _: progress.update())
-                    pending[future] = key
-                for future in as_completed(pending):
-                    self._compiled[pending[future]] = future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        """Have these keys compiled, as `compile_together` does."""
+        compile_together({self: keys}, after)
 
     def temporary_bytes(self, key: Key) -> int:
         """Scratch memory that running this executable takes besides its arguments and results."""
         analysis = self[key].memory_analysis()
         return 0 if analysis is None else analysis.temp_size_in_bytes
+
+
+def compile_together(
+    wanted: Mapping[Executables[Key], Iterable[Key]], after: Future[Any] | None = None
+) -> None:
+    """Load what is stored; trace the rest here (it holds the GIL), compile it in threads.
+
+    Args:
+        wanted: the keys of each engine's or stage's executables. All their first keys come first.
+        after: what must be done before anything is compiled; its error ends this.
+    """
+    start, traced = time.perf_counter(), sum(own.trace_seconds for own in wanted)
+    lists = [
+        [(own, key) for key in dict.fromkeys(keys) if key not in own._compiled]
+        for own, keys in wanted.items()
+    ]
+    todo = [each for row in zip_longest(*lists) for each in row if each is not None]
+    missing = []
+    progress = tqdm(total=len(todo), desc="Compiling", unit="step", disable=not todo)
+    with ThreadPoolExecutor(os.cpu_count()) as pool, progress:
+        stored = pool.map(lambda each: each[0]._load(each[1]), todo)
+        for (own, key), loaded in zip(todo, stored, strict=True):
+            if loaded is None:
+                missing.append((own, key))
+            else:
+                own._compiled[key] = loaded
+                progress.update()
+        if missing:
+            if after is not None:
+                waiting = time.perf_counter()
+                after.result()
+                start += time.perf_counter() - waiting
+            _compile_in(pool, missing, progress)
+    seconds = time.perf_counter() - start - (sum(own.trace_seconds for own in wanted) - traced)
+    for own in wanted:
+        own.compile_seconds += seconds / len(wanted)
+
+
+def _compile_in(pool: Executor, work: list[tuple[Executables[Key], Key]], progress: Any) -> None:
+    pending: dict[Future[jax.stages.Compiled], tuple[Executables[Key], Key]] = {}
+    try:
+        with _without_jax_cache():
+            for own, key in work:
+                start = time.perf_counter()
+                program = own._program(key)
+                lowered = program.lower()
+                own.trace_seconds += time.perf_counter() - start
+                future = pool.submit(own._compile, key, lowered, program.options)
+                future.add_done_callback(lambda _: progress.update())
+                pending[future] = own, key
+            for future in as_completed(pending):
+                own, key = pending[future]
+                own._compiled[key] = future.result()
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import jax
 import numpy as np
 
+from jaxpaged.core.buckets import Bucket
 from jaxpaged.core.scheduler import SchedulerOutput
 from jaxpaged.core.sequence import SequenceState
-from jaxpaged.models.decoder import Decoder, Params, head_params
-from jaxpaged.parallel.sharding import put
 from jaxpaged.runtime import sampler
 from jaxpaged.runtime.batch_builder import BatchBuilder, PromptRow, StepInput
-from jaxpaged.runtime.command_stream import CommandSender
-from jaxpaged.runtime.compilation import Executables
 from jaxpaged.runtime.plan import EnginePlan
 from jaxpaged.runtime.programs import (
     PENALTY_PIECE,
@@ -28,9 +25,9 @@ from jaxpaged.runtime.programs import (
     Sample,
     TakeInput,
     Upkeep,
-    zero_states,
 )
 from jaxpaged.runtime.slot_table import SlotTable, has_penalties
+from jaxpaged.runtime.stage import Stage
 from jaxpaged.runtime.step import rides_along
 
 NO_MASKS: Mapping[int, np.ndarray] = MappingProxyType({})
@@ -65,91 +62,45 @@ class StepResult:
 
 
 class ModelRunner:
-    """Owns weights, state and executables of one model on one mesh."""
+    """Owns a model: its stages, of which there is one unless they form a pipeline.
 
-    def __init__(
-        self,
-        model: Decoder,
-        params: Params,
-        plan: EnginePlan,
-        executables: Executables[Key],
-        followers: CommandSender | None = None,
-    ) -> None:
-        self.plan, self.executables = plan, executables
-        self.followers = followers  # None: the whole mesh is this host's
-        self._model, self._params, self._head_params = model, params, head_params(params)
-        self._shapes = plan.shapes
+    A step goes through all stages as soon as it is dispatched, each on devices of its own: steps
+    that are in flight at once overlap.
+    """
+
+    def __init__(self, stages: Sequence[Stage], plan: EnginePlan) -> None:
+        self.plan, self.stages = plan, tuple(stages)
+        self._first, self._last = self.stages[0], self.stages[-1]
         self._slots = SlotTable(plan.max_num_seqs, plan.vocab)
-        self._builder = BatchBuilder(self._shapes, plan.buckets, self._slots)
-        self._state, self._penalties = zero_states(model, plan)
-        self._whole = self._state.last_token.sharding
+        self._builder = BatchBuilder(plan.shapes, plan.buckets, self._slots)
+        # Of steps that the host may not have collected: the slots that sampled, and the tokens of
+        # all slots, on their way to the first stage.
+        self._returning: deque[tuple[set[int], jax.Array]] = deque(maxlen=len(self.stages))
 
     def warm_up(self, keys: Sequence[Key]) -> None:
         """Run executables once on padding, so that the first request finds them loaded."""
         for key in keys:
             match key:
                 case TakeInput(size):
-                    self.execute(key, np.zeros(size, np.int32))
+                    self._take_input(np.zeros(size, np.int32))
                 case Forward(bucket):
                     self._take_input(self._builder.padded_step(bucket))
-                    self.execute(key)
+                    self._run_forward(bucket)
                 case Sample(num_rows, variant):
                     self._take_input(self._builder.padded_step(self.plan.buckets.forward[0]))
-                    late = (
-                        () if rides_along(variant) else (self._builder.padded_sampling(num_rows),)
-                    )
-                    self.execute(key, *late)
-                case Embed():
-                    self.execute(key)
-        jax.block_until_ready(self._state)
+                    late = None if rides_along(variant) else self._builder.padded_sampling(num_rows)
+                    self._run_sample(key, late)
+                case Upkeep.LAST_TOKENS:
+                    self._return_tokens({0})
+                    self._take_returned({0})
+                case Embed(num_rows):
+                    self._embed(num_rows)
+        jax.block_until_ready([stage.state for stage in self.stages])
 
-    # -- the device ----------------------------------------------------------------------------
-
-    def execute(self, key: Key, *words: np.ndarray) -> Any:
-        """Run an executable on the state and on words from the host; every host of the mesh does.
-
-        Returns:
-            What `Sample` and `Embed` compute; None of all others, which change the state alone.
-        """
-        if self.followers is not None:
-            self.followers.execute(key, words)
-        run, state, sent = self.executables[key], self._state, [self._put(each) for each in words]
-        match key:
-            case TakeInput():
-                self._state = state.replace(input_X=run(state.input_X, *sent))
-            case Forward():
-                self._state = run(self._params, state)
-            case Sample(_, variant):
-                return self._run_sample(run, variant == "full", *sent)
-            case Embed():
-                return run(state.hidden_RD if state.pooled_RD is None else state.pooled_RD)
-            case Upkeep.PAGE_TABLES:
-                self._state = state.replace(page_tables=run(state.page_tables, *sent))
-            case Upkeep.PENALTIES:
-                self._penalties = run(self._penalties, *sent)
-        return None
-
-    def _put(self, buffer: np.ndarray) -> jax.Array:
-        """The one way up: explicit, so that a test can forbid any other transfer."""
-        return put(buffer, self._whole)
-
-    def _run_sample(
-        self, run: jax.stages.Compiled, full: bool, late_X: jax.Array | None = None
-    ) -> sampler.SampleOutput:
-        """Sample with the settings in the state's input, or with those that come late."""
-        state = self._state
-        out, last_token, penalties = run(
-            self._head_params,
-            state.hidden_RD,
-            state.position_R,
-            state.last_token,
-            self._penalties if full else None,
-            state.input_X if late_X is None else late_X,
-        )
-        self._state = state.replace(last_token=last_token)
-        if full:
-            self._penalties = penalties
-        return out
+    @property
+    def late_compilations(self) -> int:
+        """Executables that were compiled when they were needed."""
+        return sum(stage.executables.late_compilations for stage in self.stages)
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -161,15 +112,33 @@ class ModelRunner:
             if has_penalties(sequence.request.params):
                 self._count_known_tokens(sequence)
         step = self._builder.step(scheduled)
+        if self._first is not self._last:
+            self._take_returned(
+                {
+                    item.slot
+                    for item in scheduled.sequences
+                    if item.start + item.num_tokens > len(item.sequence.token_ids)
+                }
+            )
         for index_X, page_X in step.table_uploads:
-            self.execute(Upkeep.PAGE_TABLES, index_X, page_X)
+            self._update_page_tables(index_X, page_X)
         if step.words_X is not None:
             self._take_input(step.words_X)
-        self.execute(Forward(step.bucket))
+        self._run_forward(step.bucket)
         return step
 
+    def _update_page_tables(self, index_X: np.ndarray, page_X: np.ndarray) -> None:
+        for stage in self.stages:
+            stage.update_page_tables(index_X, page_X)
+
     def _take_input(self, words_X: np.ndarray) -> None:
-        self.execute(TakeInput(words_X.size), words_X)
+        for stage in self.stages:
+            stage.take_input(words_X)
+
+    def _run_forward(self, bucket: Bucket) -> None:
+        sent_TD = None
+        for stage in self.stages:
+            sent_TD = stage.forward(bucket, sent_TD)
 
     def _count_known_tokens(self, sequence: SequenceState) -> None:
         """Start a slot's token counts over with what the host knows of the sequence."""
@@ -180,7 +149,7 @@ class ModelRunner:
             piece = np.full(PENALTY_PIECE + 3, -1, np.int32)
             piece[:3] = sequence.slot, max(num_prompt - start, 0), start == 0
             piece[3 : 3 + len(ids)] = ids
-            self.execute(Upkeep.PENALTIES, piece)
+            self._last.count_tokens(piece)
 
     def sample(
         self,
@@ -197,17 +166,41 @@ class ModelRunner:
         sampling = step.sampling
         if sampling is None:
             return InFlight(scheduled, None, [], now)
-        late: tuple[np.ndarray, ...] = ()
+        late = None
         if not rides_along(sampling.variant):
-            late = (self._builder.late_words(sampling, grammar_masks),)
-        out = self.execute(Sample(sampling.num_rows, sampling.variant), *late)
+            late = self._builder.late_words(sampling, grammar_masks)
+        out = self._run_sample(Sample(sampling.num_rows, sampling.variant), late)
+        if self._first is not self._last:
+            self._return_tokens({item.slot for item in sampling.sampled})
         embedding_RD = None
         if sampling.embeds:
             rows = self.plan.buckets.fit_rows(len(sampling.sampled), scoring=False)
-            embedding_RD = self.execute(Embed(rows))
+            embedding_RD = self._embed(rows)
         for array in jax.tree.leaves((out, embedding_RD)):
             array.copy_to_host_async()
         return InFlight(scheduled, out, sampling.prompt_rows, now, embedding_RD)
+
+    def _return_tokens(self, slots: set[int]) -> None:
+        """Send what was sampled to the first stage. It is not to wait for it, and has other steps
+        to compute: see `_take_returned`.
+        """
+        self._returning.append((slots, self._first.put(self._last.state.last_token)))
+
+    def _take_returned(self, named: set[int]) -> None:
+        """Let the first stage have the tokens that its next step looks up in these slots."""
+        for at in reversed(range(len(self._returning))):
+            slots, last_token = self._returning[at]
+            if slots & named:
+                self._first.take_last_tokens(last_token)
+                for _ in range(at + 1):  # what came before is in it
+                    self._returning.popleft()
+                return
+
+    def _embed(self, num_rows: int) -> jax.Array:
+        return self._last.embed(num_rows)
+
+    def _run_sample(self, key: Sample, late_X: np.ndarray | None) -> sampler.SampleOutput:
+        return self._last.sample(key, late_X)
 
     def collect(self, step: InFlight) -> StepResult:
         """Wait for a step's results."""

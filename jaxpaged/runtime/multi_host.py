@@ -62,9 +62,10 @@ def follow(config: EngineConfig, on_loss: OnLoss) -> None:
     group = join_hosts(config, on_loss)
     assert group is not None and not group.leads
     runner = start_runner(config, serving=True, group=group).runner
-    keys = all_keys(runner.plan.buckets, runner.plan.shapes.input_sizes(runner.plan.buckets))
+    (stage,), plan = runner.stages, runner.plan  # a pipeline has no followers
+    keys = all_keys(stage.model, plan.buckets, plan.shapes.input_sizes(plan.buckets))
     for key, words in received(group.commands[0], keys):
-        runner.execute(key, *words)
+        stage.execute(key, words)
     group.leave()
 
 

@@ -12,6 +12,7 @@ from jaxpaged.arrays.kv_pages import KVPagesSpec, group_layers
 from jaxpaged.config import EngineConfig
 from jaxpaged.core.buckets import Buckets
 from jaxpaged.models.spec import ModelSpec
+from jaxpaged.models.stages import stage_layers
 from jaxpaged.runtime.memory import PageNeeds, check_model_len
 from jaxpaged.runtime.step import StepShapes
 
@@ -42,6 +43,7 @@ class EnginePlan:
     buckets: Buckets
     vocab: int
     width: int  # of a hidden state
+    stages: tuple[range, ...]  # the layers of each
     pool_means: bool  # embeddings are means over the prompt, not of its last token
 
     @property
@@ -59,8 +61,12 @@ class EnginePlan:
             vocab=self.vocab,
         )
 
-    def with_pages(self, config: EngineConfig, page_bytes: int) -> EnginePlan:
-        """Size the pool for a budget of `page_bytes`, and the model length if it is 'auto'.
+    def with_pages(self, config: EngineConfig, *budgets: int) -> EnginePlan:
+        """Size the pool, and the model length if it is 'auto'.
+
+        Args:
+            budgets: bytes for pages on a device of each stage. A page lies on all of them: the
+                scarcest stage decides.
 
         Raises:
             ValueError: one sequence of max_model_len does not fit.
@@ -72,9 +78,11 @@ class EnginePlan:
         )
         useful = self.max_num_seqs * needs.pages(self.max_model_len)
         # Page 0 belongs to nobody: padding writes there.
-        num_pages = config.num_gpu_blocks_override or min(
-            page_bytes // self.kv.page_bytes - 1, useful
-        )
+        fitting = [
+            budget // self.kv.part(layers).page_bytes - 1
+            for budget, layers in zip(budgets, self.stages, strict=True)
+        ]
+        num_pages = config.num_gpu_blocks_override or min(*fitting, useful)
         max_model_len = self.max_model_len
         if config.max_model_len == "auto":
             max_model_len = needs.longest(num_pages, max_model_len)
@@ -143,5 +151,6 @@ def make_plan(
         buckets=Buckets(max_num_seqs, tokens, device.platform),
         vocab=spec.vocab,
         width=spec.width,
+        stages=tuple(stage_layers(spec, config.pipeline_parallel_size)),
         pool_means=config.pooling == "mean",
     )

@@ -27,7 +27,7 @@ from jaxpaged.runtime.step import (
     forward,
     rides_along,
     sample,
-    take_input,
+    take,
     update_page_tables,
     zero_state,
 )
@@ -64,28 +64,53 @@ class TakeInput:
     size: int
 
 
+@dataclass(frozen=True)
+class Send:
+    """Makes so many tokens' hidden states ready for the next stage."""
+
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Receive:
+    """Copies so many tokens' hidden states from the stage before into the state."""
+
+    num_tokens: int
+
+
 class Upkeep(Enum):
     """Changes of state beside the steps."""
 
     PAGE_TABLES = "page tables"
     PENALTIES = "penalties"
+    LAST_TOKENS = "last tokens"  # from the last stage to the first
 
 
-Key = Forward | Sample | Embed | TakeInput | Upkeep
+Key = Forward | Sample | Embed | TakeInput | Send | Receive | Upkeep
 
 
-def all_keys(buckets: Buckets, input_sizes: Sequence[int]) -> list[Key]:
-    """Every executable that a step may need, the largest first: they compile longest."""
+def all_keys(model: Decoder, buckets: Buckets, input_sizes: Sequence[int]) -> list[Key]:
+    """Every executable that a step of this stage may need; those that compile longest first."""
     keys: list[Key] = [Forward(bucket) for bucket in reversed(buckets.forward)]
-    for variant in reversed(VARIANTS):
-        sizes = buckets.scoring_rows if variant in SCORING else buckets.rows
-        keys += [Sample(num_rows, variant) for num_rows in sizes]
-    return [*keys, *map(Embed, buckets.rows), *map(TakeInput, input_sizes), *Upkeep]
+    if model.is_last:
+        for variant in reversed(VARIANTS):
+            sizes = buckets.scoring_rows if variant in SCORING else buckets.rows
+            keys += [Sample(num_rows, variant) for num_rows in sizes]
+        keys += [*map(Embed, buckets.rows), Upkeep.PENALTIES]
+    num_tokens = sorted({bucket.num_tokens for bucket in buckets.forward})
+    if not model.is_last:
+        keys += map(Send, num_tokens)
+    if not model.is_first:
+        keys += map(Receive, num_tokens)
+    elif not model.is_last:
+        keys.append(Upkeep.LAST_TOKENS)
+    return [*keys, *map(TakeInput, input_sizes), Upkeep.PAGE_TABLES]
 
 
-def largest_keys(buckets: Buckets) -> list[Key]:
+def largest_keys(model: Decoder, buckets: Buckets) -> list[Key]:
     """The executables that may need the most scratch memory."""
-    return [Forward(buckets.forward[-1]), Sample(buckets.scoring_rows[-1], "full")]
+    forward = Forward(buckets.forward[-1])
+    return [forward, Sample(buckets.scoring_rows[-1], "full")] if model.is_last else [forward]
 
 
 def smallest_keys(buckets: Buckets) -> list[Key]:
@@ -106,11 +131,20 @@ class Programs:
     platform: str  # as JAX names it
     params: Params
     state: EngineState
-    penalties: PenaltyState
+    penalties: PenaltyState | None  # None: this stage does not sample
 
     def _words(self, count: int) -> jax.ShapeDtypeStruct:
         sharding = self.state.last_token.sharding
         return jax.ShapeDtypeStruct((count,), jnp.int32, sharding=sharding)
+
+    def _copy_into(self, place: jax.Array, front: jax.ShapeDtypeStruct | jax.Array) -> Program:
+        return Program(
+            take,
+            (place, front),
+            donate=(0,),
+            out_shardings=place.sharding,
+            options=compile_options(self.platform),
+        )
 
     def __call__(self, key: Key) -> Program:
         state = self.state
@@ -155,13 +189,22 @@ class Programs:
                     options=options,
                 )
             case TakeInput(size):
+                return self._copy_into(state.input_X, self._words(size))
+            case Send(num_tokens):
                 return Program(
-                    take_input,
-                    (state.input_X, self._words(size)),
-                    donate=(0,),
+                    lambda hidden_TD: hidden_TD[:num_tokens],
+                    (state.hidden_RD,),
+                    donate=(),
                     out_shardings=whole,
                     options=options,
                 )
+            case Receive(num_tokens):
+                assert state.x_TD is not None
+                shape = (num_tokens, state.x_TD.shape[1])
+                sent = jax.ShapeDtypeStruct(shape, state.x_TD.dtype, sharding=whole)
+                return self._copy_into(state.x_TD, sent)
+            case Upkeep.LAST_TOKENS:
+                return self._copy_into(state.last_token, state.last_token)
             case Upkeep.PAGE_TABLES:
                 entries = self._words(TABLE_UPDATES)
                 return Program(
@@ -189,18 +232,24 @@ def make_programs(
     return Programs(model, plan.shapes, max_logprobs, device.platform, params, *states)
 
 
-def zero_states(model: Decoder, plan: EnginePlan) -> tuple[EngineState, PenaltyState]:
-    """All that outlives a step, of an engine that has computed nothing."""
+States = tuple[EngineState, PenaltyState | None]
+
+
+def zero_states(model: Decoder, plan: EnginePlan, device: jax.Device) -> States:
+    """All that outlives a step, of a stage that has computed nothing.
+
+    Args:
+        device: where everything lies if the model has no mesh.
+    """
     if model.mesh is None:
-        return _zero_states(model, plan)
-    states = abstract_states(model, plan, model.mesh.devices.flat[0])
+        with jax.default_device(device):
+            return _zero_states(model, plan)
+    states = abstract_states(model, plan, device)
     shardings = jax.tree.map(lambda array: array.sharding, states)
     return jax.jit(lambda: _zero_states(model, plan), out_shardings=shardings)()
 
 
-def abstract_states(
-    model: Decoder, plan: EnginePlan, device: jax.Device
-) -> tuple[EngineState, PenaltyState]:
+def abstract_states(model: Decoder, plan: EnginePlan, device: jax.Device) -> States:
     """Shapes and places of `zero_states`: a mesh splits the pages, and has all else on each device.
 
     Args:
@@ -221,13 +270,14 @@ def abstract_states(
     return place(state, whole).replace(kv_pages=pages), place(penalties, whole)
 
 
-def _zero_states(model: Decoder, plan: EnginePlan) -> tuple[EngineState, PenaltyState]:
+def _zero_states(model: Decoder, plan: EnginePlan) -> States:
     state = zero_state(
+        model,
         plan.shapes,
         plan.buckets,
-        plan.kv.zeros(),
-        plan.width,
-        model.dtype,
+        plan.kv.part(model.own_layers).zeros(),
         with_means=plan.pool_means,
     )
+    if not model.is_last:
+        return state, None
     return state, PenaltyState.zeros(plan.max_num_seqs, model.spec.vocab_rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +68,14 @@ class SafetensorFiles:
 
 
 def load_leaves(
-    files: SafetensorFiles, leaves: Leaves, spec: ModelSpec
+    files: SafetensorFiles, leaves: Leaves, whole: Collection[str], spec: ModelSpec
 ) -> Iterator[tuple[str, jax.Array, int]]:
     """Every leaf with its name and the bytes read for it, packed on the device in its dtype.
 
     No device of a mesh is given more of a tensor than its part.
+
+    Args:
+        whole: names of the leaves of the whole model, where `leaves` are those of a stage.
 
     Raises:
         ModelFilesError: tensors are missing, unexpected or of another shape than config.json says.
@@ -82,9 +85,11 @@ def load_leaves(
         for rule in checkpoint_rules(spec)
         for layer in range(len(spec.layers) if "{layer}" in rule.leaf else 1)
     ]
-    rules = [rule for rule in rules if rule.leaf in leaves]
+    rules = [rule for rule in rules if rule.leaf in whole]
     _check_names(files, {name for rule in rules for name in rule.tensors}, spec)
     for rule in rules:
+        if rule.leaf not in leaves:
+            continue
         tensors = [files.read(name) for name in rule.tensors]
         target = leaves[rule.leaf]
         pack = _packing(rule.pack, spec, layerless(rule.leaf), target)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ from jaxpaged.models.decoder import Decoder, Params
 from jaxpaged.models.spec import ModelSpec
 from jaxpaged.models.spread import spread_spec
 from jaxpaged.parallel.hosts import Group
-from jaxpaged.parallel.mesh import model_mesh
+from jaxpaged.parallel.mesh import model_mesh, stage_devices
 from jaxpaged.runtime import weights
 from jaxpaged.runtime.command_stream import CommandSender
-from jaxpaged.runtime.compilation import Executables, cache_folder
+from jaxpaged.runtime.compilation import Executables, cache_folder, compile_together
 from jaxpaged.runtime.executable_store import ExecutableStore
 from jaxpaged.runtime.memory import (
     page_budget,
@@ -44,6 +45,7 @@ from jaxpaged.runtime.programs import (
     make_programs,
     smallest_keys,
 )
+from jaxpaged.runtime.stage import Stage
 
 log = logging.getLogger(__name__)
 
@@ -71,9 +73,9 @@ def start_runner(config: EngineConfig, *, serving: bool, group: Group | None = N
         ValueError, OSError: one line that says what to change.
     """
     cache = cache_folder(config.compile_cache_dir)
-    mesh = model_mesh(config.tensor_parallel_size)
-    devices = jax.local_devices()[: config.tensor_parallel_size // jax.process_count()]
-    device = devices[0]
+    devices_of = stage_devices(config.tensor_parallel_size, config.pipeline_parallel_size)
+    here = [[each for each in own if each in jax.local_devices()] for own in devices_of]
+    device, devices = here[0][0], [each for own in here for each in own]
     path = model_files.resolve_model(config.model, config.revision, config.download_dir)
     spec = spread_spec(load_spec(model_files.read_config(path)), config.tensor_parallel_size)
     _report_spread(spec, config.tensor_parallel_size)
@@ -91,46 +93,56 @@ def start_runner(config: EngineConfig, *, serving: bool, group: Group | None = N
             page_size=plan.kv.page_size,
         ),
     )
-    model = Decoder(spec, plan.kv, dtype, backend, mesh)
+    parts = [None] if len(plan.stages) == 1 else plan.stages
+    models = [
+        Decoder(spec, plan.kv, dtype, backend, model_mesh(own), part)
+        for own, part in zip(devices_of, parts, strict=True)
+    ]
     start = StartUp(
         config,
-        model,
-        unflatten_dict(weights.abstract_leaves(model), sep="/"),
-        device,
-        None if cache is None or group is not None else ExecutableStore(cache, devices),
+        [
+            StageStart(
+                model,
+                unflatten_dict(weights.abstract_leaves(model, own[0]), sep="/"),
+                own,
+                None if cache is None or group is not None else ExecutableStore(cache, own),
+            )
+            for model, own in zip(models, here, strict=True)
+        ],
         group,
     )
+    _report_stages(plan)
 
     # Stored executables are loaded while the weights are. What has to be compiled waits for them:
     # XLA tries kernels out in memory that it takes beside them, and would leave holes.
     for each in devices:
         jax.device_put(0, each).block_until_ready()  # its allocator exists from here on
-    stats = scarcest_memory(devices) if device.platform == "gpu" else None
+    stats = [scarcest_memory(own) if device.platform == "gpu" else None for own in here]
     with ThreadPoolExecutor(1) as pool:
-        loading = pool.submit(_load_weights, path, config, model)
+        loading = pool.submit(_load_weights, path, config, start.stages)
         plan, executables = start.size_pool(plan, stats, loading)
-        keys = all_keys(plan.buckets, plan.shapes.input_sizes(plan.buckets))
+        keys = {own: stage.keys(plan) for own, stage in zip(executables, start.stages, strict=True)}
         if not config.enforce_eager:
-            executables.compile_all(keys, after=loading)
+            compile_together(keys, after=loading)
         params, weight_seconds = loading.result()
     begin = time.perf_counter()
-    followers = None
-    if group is not None and group.leads:
-        followers = CommandSender(group, keys)
-    runner = ModelRunner(model, params, plan, executables, followers)
-    follows = group is not None and followers is None  # its leader warms it up
-    if not config.enforce_eager and not follows:
+    runner = start.runner(plan, params, executables)
+    # A follower is warmed up by its leader.
+    if not config.enforce_eager and (group is None or group.leads):
         # A CPU has nothing to load: one small step tells that everything runs.
-        first = smallest_keys(plan.buckets) if device.platform == "cpu" else keys
+        on_cpu = device.platform == "cpu"
+        first = (
+            smallest_keys(plan.buckets) if on_cpu else list(dict.fromkeys(chain(*keys.values())))
+        )
         if not _warm_up(runner, first):
             del runner  # its pages, before there are others
-            executables.compile_all(keys)
-            runner = ModelRunner(model, params, plan, executables, followers)
+            compile_together(keys)
+            runner = start.runner(plan, params, executables)
             runner.warm_up(first)
     seconds = {
         "weights": weight_seconds,
-        "trace": executables.trace_seconds,
-        "compile": executables.compile_seconds,
+        "trace": sum(own.trace_seconds for own in executables),
+        "compile": sum(own.compile_seconds for own in executables),
         "warmup": time.perf_counter() - begin,
     }
     if device.platform == "gpu":
@@ -151,79 +163,142 @@ def _report_spread(spec: ModelSpec, num_devices: int) -> None:
         )
 
 
+def _report_stages(plan: EnginePlan) -> None:
+    if len(plan.stages) > 1:
+        layers = ", ".join(f"{part.start} to {part.stop - 1}" for part in plan.stages)
+        log.info("the layers are dealt out to %d stages: %s", len(plan.stages), layers)
+
+
 def _warm_up(runner: ModelRunner, keys: Sequence[Key]) -> bool:
     """Run executables once; False: one failed, and those that were stored are to be made anew."""
     try:
         runner.warm_up(keys)
     except jax.errors.JaxRuntimeError as error:
-        if not runner.executables.forget_loaded():
+        if not any([stage.executables.forget_loaded() for stage in runner.stages]):
             raise
         log.warning("a stored executable does not run, compiling anew: %s", error)
         return False
     return True
 
 
-def _load_weights(path: Path, config: EngineConfig, model: Decoder) -> tuple[Params, float]:
-    """The parameters on the device, and the seconds that it took."""
+def _load_weights(
+    path: Path, config: EngineConfig, stages: Sequence[StageStart]
+) -> tuple[list[Params], float]:
+    """The parameters of each stage on its devices, and the seconds that it took."""
     begin = time.perf_counter()
-    params = weights.load_params(path, model, load_format=config.load_format, seed=config.seed)
+    params = [
+        weights.load_params(
+            path,
+            stage.model,
+            device=stage.devices[0],
+            load_format=config.load_format,
+            seed=config.seed,
+        )
+        for stage in stages
+    ]
     jax.block_until_ready(params)
     return params, time.perf_counter() - begin
 
 
 @dataclass(frozen=True)
-class StartUp:
-    """What compiling needs to know before anything is loaded."""
+class StageStart:
+    """What compiling a stage needs to know before anything is loaded."""
 
-    config: EngineConfig
     model: Decoder
     params: Params  # abstract
-    device: jax.Device
+    devices: Sequence[jax.Device]
     store: ExecutableStore | None
-    group: Group | None = None  # hosts that size their pools alike
 
-    def executables(self, plan: EnginePlan) -> Executables[Key]:
-        programs = make_programs(
-            self.model, plan, self.params, self.config.max_logprobs, self.device
-        )
+    def executables(self, plan: EnginePlan, max_logprobs: int) -> Executables[Key]:
+        programs = make_programs(self.model, plan, self.params, max_logprobs, self.devices[0])
         return Executables(programs, self.store)
 
+    def keys(self, plan: EnginePlan) -> list[Key]:
+        return all_keys(self.model, plan.buckets, plan.shapes.input_sizes(plan.buckets))
+
+    def first_keys(self, plan: EnginePlan, *, eager: bool) -> list[Key]:
+        """The largest step, and beside it, where there is time, all that knows no pool."""
+        others = [] if eager else self.keys(plan)
+        largest = largest_keys(self.model, plan.buckets)
+        return [*largest, *(key for key in others if not isinstance(key, Forward))]
+
+
+@dataclass(frozen=True)
+class StartUp:
+    """An engine in the making: one stage, or those of a pipeline."""
+
+    config: EngineConfig
+    stages: Sequence[StageStart]
+    group: Group | None = None  # hosts that are all sized alike
+
     def size_pool(
-        self, plan: EnginePlan, stats: dict[str, int] | None, loading: Future[Any]
-    ) -> tuple[EnginePlan, Executables[Key]]:
+        self, plan: EnginePlan, stats: Sequence[dict[str, int] | None], loading: Future[Any]
+    ) -> tuple[EnginePlan, list[Executables[Key]]]:
         """Give the pool what memory is left beside weights and the largest step.
 
+        Args:
+            stats: of each stage's scarcest device; None: it does not tell.
+
         Returns:
-            The plan with its pages, and its executables: some may be compiled already.
+            The plan with its pages, and the executables of each stage: some may be compiled.
         """
-        config, probe = self.config, None
-        temporary = step_input = resident = 0
+        config = self.config
+        max_logprobs = config.max_logprobs
+        # The temporaries do not depend on the pool, so a small one will do to measure them.
+        small = replace(plan, kv=replace(plan.kv, num_pages=PROBE_PAGES))
+        probes = [stage.executables(small, max_logprobs) for stage in self.stages]
         measured = config.kv_cache_memory_bytes is None and config.num_gpu_blocks_override is None
-        if stats and measured:
-            # The temporaries do not depend on the pool, so a small one will do. Beside its largest
-            # step there is time to compile all that knows no pool.
-            probe = self.executables(replace(plan, kv=replace(plan.kv, num_pages=PROBE_PAGES)))
-            input_sizes = plan.shapes.input_sizes(plan.buckets)
-            largest = largest_keys(plan.buckets)
-            others = [] if config.enforce_eager else all_keys(plan.buckets, input_sizes)
-            first = [*largest, *(key for key in others if not isinstance(key, Forward))]
-            probe.compile_all(first, after=loading)
+        measured = measured and None not in stats
+        if measured:
+            wanted = {
+                probe: stage.first_keys(plan, eager=config.enforce_eager)
+                for probe, stage in zip(probes, self.stages, strict=True)
+            }
+            compile_together(wanted, after=loading)
+        budgets = [
+            self._page_budget(plan, stage, probe if measured else None, stage_stats)
+            for stage, probe, stage_stats in zip(self.stages, probes, stats, strict=True)
+        ]
+        if self.group is not None:
+            budgets = [self.group.minimum(budget) for budget in budgets]
+        plan = plan.with_pages(config, *budgets)
+        executables = [stage.executables(plan, max_logprobs) for stage in self.stages]
+        for own, probe in zip(executables, probes, strict=True):
+            own.adopt(probe)
+        return plan, executables
+
+    def _page_budget(
+        self,
+        plan: EnginePlan,
+        stage: StageStart,
+        probe: Executables[Key] | None,
+        stats: dict[str, int] | None,
+    ) -> int:
+        """Bytes for pages on a device of a stage, beside what `probe` measures."""
+        temporary = resident = 0
+        if probe is not None:
+            largest = largest_keys(stage.model, plan.buckets)
             temporary = max(probe.temporary_bytes(key) for key in largest)
-            step_input = 4 * input_sizes[-1]
-            states = abstract_states(self.model, plan, self.device)
-            resident = resident_bytes((self.params, states))
-        budget = page_budget(
-            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
-            gpu_memory_utilization=config.gpu_memory_utilization,
+            states = abstract_states(stage.model, plan, stage.devices[0])
+            resident = resident_bytes((stage.params, states))
+        return page_budget(
+            kv_cache_memory_bytes=self.config.kv_cache_memory_bytes,
+            gpu_memory_utilization=self.config.gpu_memory_utilization,
             stats=stats,
             resident_bytes=resident,
             step_temporary_bytes=temporary,
-            step_input_bytes=step_input,
+            step_input_bytes=4 * plan.shapes.input_sizes(plan.buckets)[-1],
         )
-        if self.group is not None:
-            budget = self.group.minimum(budget)
-        plan = plan.with_pages(config, budget)
-        executables = self.executables(plan)
-        if probe is not None:
-            executables.adopt(probe)
-        return plan, executables
+
+    def runner(
+        self, plan: EnginePlan, params: Sequence[Params], executables: Sequence[Executables[Key]]
+    ) -> ModelRunner:
+        """A runner of stages that have computed nothing."""
+        followers = None
+        if self.group is not None and self.group.leads:
+            followers = CommandSender(self.group, self.stages[0].keys(plan))
+        stages = [
+            Stage(stage.model, own_params, plan, own, stage.devices[0], followers)
+            for stage, own_params, own in zip(self.stages, params, executables, strict=True)
+        ]
+        return ModelRunner(stages, plan)

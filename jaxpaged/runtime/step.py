@@ -35,12 +35,15 @@ class EngineState(struct.PyTreeNode):
     kv_pages: tuple[jax.Array, ...]  # [P, 2, K, S, H] each
     page_tables: jax.Array  # i32[groups, max_num_seqs + 1, M] by slot; the last slot is padding's
     last_token: jax.Array  # i32[max_num_seqs + 1] the token sampled last in each slot
-    hidden_RD: jax.Array  # [R, D] rows of the last forward, after the final norm
+    # [R, D] rows of the last forward, after the final norm; in a stage that is not the last [T, D],
+    # all its tokens
+    hidden_RD: jax.Array
     position_R: jax.Array  # i32 position of the token that such a row leads to
     input_X: jax.Array  # i32 what the host says of the step: see `StepShapes.forward_offset`
     # Only where embeddings are means: sums by slot, and the mean that belongs to each hidden row.
     pool_sum_SD: jax.Array | None = None  # f32[max_num_seqs + 1, D]
     pooled_RD: jax.Array | None = None  # f32[R, D]
+    x_TD: jax.Array | None = None  # [T, D] from the stage before; None: this is the first
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,8 @@ def forward(
         decode_only=bucket.decode_only,
         **arrays,
     )
-    inputs = {"params": params}, batch, state.last_token, state.kv_pages
+    x_TD = None if state.x_TD is None else state.x_TD[: bucket.num_tokens]
+    inputs = {"params": params}, batch, state.last_token, state.kv_pages, x_TD
     if state.pool_sum_SD is None or state.pooled_RD is None:
         hidden_RD, kv_pages = model.apply(*inputs, method="forward")
     else:
@@ -229,31 +233,35 @@ def sample(
     return out, last_token.at[batch.slot_R].set(out.token_R), penalties
 
 
-def take_input(input_X: jax.Array, words_X: jax.Array) -> jax.Array:
-    """Copy what the host sent to where the step reads it."""
-    return jax.lax.dynamic_update_slice(input_X, words_X, (0,))
+def take(place: jax.Array, front: jax.Array) -> jax.Array:
+    """Copy what the host or another stage sent to where the step reads it."""
+    return jax.lax.dynamic_update_slice(place, front, (0,) * place.ndim)
 
 
 def zero_state(
+    model: Decoder,
     shapes: StepShapes,
     buckets: Buckets,
     kv_pages: tuple[jax.Array, ...],
-    width: int,
-    dtype: jnp.dtype,
     *,
     with_means: bool = False,
 ) -> EngineState:
-    """The state of an engine that has computed nothing; `with_means`: its embeddings are means."""
+    """The state of a stage that has computed nothing; `with_means`: its embeddings are means."""
+    width, dtype = model.spec.width, model.dtype
     sums = (shapes.max_num_seqs + 1, width)
+    all_tokens = max(bucket.num_tokens for bucket in buckets.forward)
+    hidden_rows = shapes.max_rows if model.is_last else all_tokens
+    with_means = with_means and model.is_last
     return EngineState(
         kv_pages=kv_pages,
         page_tables=jnp.zeros(
             (shapes.num_groups, shapes.max_num_seqs + 1, shapes.pages_per_seq), jnp.int32
         ),
         last_token=jnp.zeros((shapes.max_num_seqs + 1,), jnp.int32),
-        hidden_RD=jnp.zeros((shapes.max_rows, width), dtype),
+        hidden_RD=jnp.zeros((hidden_rows, width), dtype),
         position_R=jnp.zeros((shapes.max_rows,), jnp.int32),
         input_X=jnp.zeros((shapes.input_sizes(buckets)[-1],), jnp.int32),
         pool_sum_SD=jnp.zeros(sums, jnp.float32) if with_means else None,
         pooled_RD=jnp.zeros((shapes.max_rows, width), jnp.float32) if with_means else None,
+        x_TD=None if model.is_first else jnp.zeros((all_tokens, width), dtype),
     )

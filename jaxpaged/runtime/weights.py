@@ -40,14 +40,16 @@ def load_params(
     path: Path,
     model: Decoder,
     *,
+    device: jax.Device | None = None,
     load_format: str = "auto",
     seed: int = 0,
     progress: bool = True,
 ) -> Params:
-    """The parameters of `model`, in its dtype, on the first device or spread over its mesh.
+    """The parameters of `model`, in its dtype, on one device or spread over its mesh.
 
     Args:
         path: the model's folder.
+        device: where they go if the model has no mesh; None: the first.
         load_format: safetensors, orbax (what `checkpoint.convert` wrote), dummy (random weights)
             or auto: whichever of the first two the folder holds.
         seed: of random weights.
@@ -57,18 +59,20 @@ def load_params(
         ModelFilesError: weights are missing, unreadable or do not fit config.json; one line.
         ValueError: the mesh does not divide the model.
     """
-    leaves = abstract_leaves(model)
+    leaves = abstract_leaves(model, device)
+    # Of all stages: what a checkpoint holds.
+    whole = leaves if model.part is None else abstract_leaves(model.clone(part=None), device)
     if load_format == "auto":
         load_format = _find_format(path)
     if load_format == "orbax":
-        return _restore(path, model, leaves)
+        return _restore(path, model, leaves, whole)
     if load_format == "dummy":
-        loaded = _random_leaves(model, leaves, seed)
+        loaded = _random_leaves(model, leaves, whole, seed)
         total = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values())
     else:
         files = SafetensorFiles(path)
-        loaded = load_leaves(files, leaves, model.spec)
-        total = files.num_bytes
+        loaded = load_leaves(files, leaves, whole, model.spec)
+        total = files.num_bytes * _num_elements(leaves) // _num_elements(whole)
     params: dict[str, jax.Array] = {}
     previous = None
     with tqdm(
@@ -83,12 +87,16 @@ def load_params(
     return unflatten_dict(params, sep="/")
 
 
-def abstract_leaves(model: Decoder) -> Leaves:
-    """Shape, dtype and sharding of every parameter, by its path."""
+def _num_elements(leaves: Leaves) -> int:
+    return sum(leaf.size for leaf in leaves.values())
+
+
+def abstract_leaves(model: Decoder, device: jax.Device | None = None) -> Leaves:
+    """Shape, dtype and sharding of every parameter, by its path; `device` as for `load_params`."""
     boxed = abstract_params(model)
     leaves = flatten_dict(nn.meta.unbox(boxed), sep="/")
     if model.mesh is None:
-        shardings = dict.fromkeys(leaves, SingleDeviceSharding(jax.local_devices()[0]))
+        shardings = dict.fromkeys(leaves, SingleDeviceSharding(device or jax.local_devices()[0]))
     else:
         shardings = flatten_dict(param_shardings(boxed, model.mesh), sep="/")
     return {
@@ -126,9 +134,10 @@ def _stored_leaves(model: Decoder, leaves: Leaves) -> Leaves:
     return stored
 
 
-def _restore(path: Path, model: Decoder, leaves: Leaves) -> Params:
+def _restore(path: Path, model: Decoder, leaves: Leaves, whole: Leaves) -> Params:
     """Read an Orbax checkpoint, each leaf straight into its dtype and sharding."""
     wanted, leaves = leaves, _stored_leaves(model, leaves)
+    whole = _stored_leaves(model.clone(part=None), whole)
     folder = (path / ORBAX_FOLDER).resolve()
     if not folder.is_dir():
         raise ModelFilesError(f"{folder} is missing")
@@ -139,14 +148,21 @@ def _restore(path: Path, model: Decoder, leaves: Leaves) -> Params:
             raise ModelFilesError(f"{folder} is no readable Orbax checkpoint: {error}") from error
         wrong = sorted(
             name
-            for name in stored.keys() | leaves.keys()
+            for name in stored.keys() | whole.keys()
             if name not in stored
-            or name not in leaves
-            or tuple(stored[name].shape) != leaves[name].shape
+            or name not in whole
+            or tuple(stored[name].shape) != whole[name].shape
         )
         if wrong:
             raise ModelFilesError(f"{folder} does not fit config.json: {', '.join(wrong[:4])}")
-        restored = checkpointer.restore(folder, unflatten_dict(leaves, sep="/"))
+    tree = unflatten_dict(leaves, sep="/")
+    with ocp.PyTreeCheckpointer() as reader:
+        asked = ocp.args.PyTreeRestore(
+            tree,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
+            partial_restore=True,  # of a stage's leaves
+        )
+        restored = reader.restore(folder, asked)
     flat = flatten_dict(restored, sep="/")
     for name, leaf in wanted.items():
         if leaf.shape != leaves[name].shape:
@@ -156,19 +172,20 @@ def _restore(path: Path, model: Decoder, leaves: Leaves) -> Params:
 
 
 def _random_leaves(
-    model: Decoder, leaves: Leaves, seed: int
+    model: Decoder, leaves: Leaves, whole: Leaves, seed: int
 ) -> Iterator[tuple[str, jax.Array, int]]:
     """Small random matrices, no biases, norms that only normalise: to measure speed with.
 
     They are the same on any number of devices.
     """
     stored = _stored_leaves(model, leaves)
-    for index, (name, leaf) in enumerate(leaves.items()):
+    index_of = {name: index for index, name in enumerate(whole)}
+    for name, leaf in leaves.items():
         kind = name.rsplit("/", 1)[-1]
         constant = {"bias": 0.0, "scale": 0.0 if model.spec.norm_plus_one else 1.0}.get(kind)
         if constant is None:
             make = _random_leaf(model.spec, layerless(name), stored[name].shape, leaf)
-            made = make(np.uint32(seed % 2**32), np.uint32(index))
+            made = make(np.uint32(seed % 2**32), np.uint32(index_of[name]))
         else:
             made = put(np.full(leaf.shape, constant, leaf.dtype), leaf.sharding)
         yield name, made, leaf.size * leaf.dtype.itemsize

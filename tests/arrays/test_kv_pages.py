@@ -21,9 +21,19 @@ def test_the_rarest_kind_gives_the_size() -> None:
     windows = (8, 8, None, 8, 8, None)
     assert group_layers(windows) == (
         KVGroup((2, 5), None),
-        KVGroup((0, 1), 8),
-        KVGroup((3, 4), 8),
+        KVGroup((0, 3), 8),
+        KVGroup((1, 4), 8),
     )
+
+
+def test_halves_of_the_layers_need_half_of_the_arrays() -> None:
+    kv = spec(((8,) * 5 + (None,)) * 4)  # 4 full layers, 20 with a window: groups of 4
+    first, second = kv.part(range(12)), kv.part(range(12, 24))
+    assert (kv.num_arrays, first.num_arrays, second.num_arrays) == (4, 2, 2)
+    assert len(first.groups) == len(second.groups) == len(kv.groups) == 6
+    for layer in range(24):
+        part = first if layer < 12 else second
+        assert part.place(layer)[0] == kv.place(layer)[0]
 
 
 @pytest.mark.parametrize("windows", [(None,), (8, 8, 8, None), (8,) * 5 + (None,) * 2])

@@ -8,6 +8,7 @@ cell fails the test, and so does a token that differs from a plain loop's.
 from __future__ import annotations
 
 import random
+from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from zlib import crc32
@@ -77,6 +78,14 @@ class Cell(NamedTuple):
     prefix: int
     guessed: bool  # the host did not know the token when the cell was computed
     writer: int
+    sequence: SequenceState
+    position: int
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether the host knows the token by now, and that the sequence went on from it."""
+        known = self.position < len(self.sequence.token_ids)
+        return not self.guessed or (known and not self.sequence.finished)
 
 
 @dataclass
@@ -86,6 +95,7 @@ class FakeDevice:
     config: SchedulerConfig
     cells: dict[tuple[int, int], Cell] = field(default_factory=dict)
     last_token: dict[int, int] = field(default_factory=dict)
+    made: dict[SequenceState, dict[int, int]] = field(default_factory=dict)  # token by position
     steps: int = 0
 
     def cell_of(self, sequence: SequenceState, group: int, position: int) -> tuple[int, int]:
@@ -109,22 +119,26 @@ class FakeDevice:
                 token = sample(hashes[-1], item.sequence.request, item.sequence.index)
                 tokens.append(token)
                 self.last_token[item.slot] = token
+                self.made.setdefault(item.sequence, {})[item.start + item.num_tokens] = token
         return tokens
 
     def write(self, item: ScheduledSequence, held: set[Holding]) -> list[int]:
         sequence, end = item.sequence, item.start + item.num_tokens
         tokens = sequence.token_ids[:end]
         known = len(tokens)
-        assert known >= end - 1, "only the last token may be unknown to the host"
         if known < end:
-            tokens.append(self.last_token[item.slot])
+            assert known >= end - 1 or item.num_tokens == 1, "only the last token may be unknown"
+            tokens += [self.made[sequence][position] for position in range(known, end)]
+            assert tokens[-1] == self.last_token[item.slot]
         hashes = prefix_hashes(sequence.request.cache_salt, tokens)
         for group in range(len(self.config.windows)):
             for position in range(item.start, end):
                 cell = self.cell_of(sequence, group, position)
                 others = {holder for holder, page in held if page == cell[0]} - {sequence}
                 assert not others, "a page is written under the eyes of another owner"
-                self.cells[cell] = Cell(group, hashes[position], position >= known, self.steps)
+                self.cells[cell] = Cell(
+                    group, hashes[position], position >= known, self.steps, sequence, position
+                )
         return hashes
 
     def check_reads(self, item: ScheduledSequence, hashes: list[int]) -> None:
@@ -158,11 +172,11 @@ class Simulation:
         self.scheduler = Scheduler(config)
         self.device = FakeDevice(config)
         self.jobs = {job.request.request_id: job for job in jobs}
-        self.overlap = overlap
+        self.depth = config.num_stages if overlap else config.num_stages - 1
         self.late = late  # steps until the detokenizer's news arrive
         self.reset_at = reset_at  # step before which the prefix cache is emptied
         self.now = 0
-        self.pending: tuple[SchedulerOutput, list[int], int] | None = None
+        self.pending: deque[tuple[SchedulerOutput, list[int], int]] = deque()
         self.finishes: list[tuple[int, str, int, int]] = []
         self.order: dict[str, int] = {}
 
@@ -182,15 +196,10 @@ class Simulation:
         output = self.scheduler.schedule()
         self.check_output(output)
         tokens = self.device.run(output, held & self.holdings())
-        dispatched = (output, tokens, self.device.steps)
-        if self.overlap:
-            collected, self.pending = self.pending, dispatched
-        else:
-            collected = dispatched
-        if collected is not None:
-            self.collect(*collected)
-        if self.overlap and not output.sequences:
-            self.pending = None
+        if output.sequences:
+            self.pending.append((output, tokens, self.device.steps))
+        if self.pending and (len(self.pending) > self.depth or not output.sequences):
+            self.collect(*self.pending.popleft())
         self.scheduler.check_integrity()
         self.check_cache()
 
@@ -290,11 +299,11 @@ class Simulation:
         """No cell of a cached page was computed from a token that nobody has confirmed."""
         if self.scheduler.pages.cache is None:
             return
-        in_flight = self.pending[2] if self.pending else None
+        in_flight = {writer for _, _, writer in self.pending}
         for page in self.scheduler.pages.cache._keys:
             for slot in range(self.config.page_size):
                 cell = self.device.cells[page, slot]
-                assert not (cell.guessed and cell.writer == in_flight), "published too early"
+                assert cell.confirmed or cell.writer not in in_flight, "published too early"
 
     def check_end(self) -> None:
         scheduler = self.scheduler
@@ -335,6 +344,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         "enable_chunked_prefill": chunked,
         "policy": draw(st.sampled_from(["fcfs", "priority"])),
         "max_prompt_logprob_rows": draw(st.integers(1, 6)),
+        "num_stages": draw(st.sampled_from([1, 1, 2, 3])),
     }
     fewest = min_pages(settings)
     return SchedulerConfig(num_pages=fewest + draw(st.integers(0, fewest)), **settings)

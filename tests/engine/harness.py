@@ -111,7 +111,8 @@ class Naive:
 
 
 def naive_of(core: EngineCore) -> Naive:
-    return Naive(core._runner._model, core._runner._params)
+    (stage,) = core._runner.stages
+    return Naive(stage.model, stage.params)
 
 
 def assert_greedy(naive: Naive, prompt: Sequence[int], found: Sequence[int]) -> int:

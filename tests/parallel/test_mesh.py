@@ -7,7 +7,7 @@ from paged_runner import make_decoder
 from tiny_models import CONFIGS
 
 from jaxpaged.models.decoder import abstract_params
-from jaxpaged.parallel.mesh import make_mesh, model_mesh
+from jaxpaged.parallel.mesh import make_mesh, model_mesh, stage_devices
 from jaxpaged.parallel.sharding import kv_pages_sharding, param_shardings, replicated
 
 # Sharding rules need the mesh's shape, not its devices.
@@ -26,9 +26,12 @@ def test_too_few_devices_are_counted() -> None:
 
 
 def test_one_device_has_no_mesh_and_too_many_are_refused() -> None:
-    assert model_mesh(1) is None
-    with pytest.raises(ValueError, match=r"--tensor-parallel-size 64 needs .* shows 1 \(cpu\)"):
-        model_mesh(64)
+    assert model_mesh(jax.devices()[:1]) is None
+    with pytest.raises(ValueError, match=r"--tensor-parallel-size 64 needs 64 .* shows 1 \(cpu\)"):
+        stage_devices(64, 1)
+    flags = "--tensor-parallel-size 2 with --pipeline-parallel-size 4 needs 8 devices"
+    with pytest.raises(ValueError, match=flags):
+        stage_devices(2, 4)
 
 
 def test_what_is_split_and_what_is_whole() -> None:

@@ -177,7 +177,7 @@ started = start_runner(
     ),
     serving=True,
 )
-print(started.runner.executables.late_compilations, started.seconds["trace"])
+print(started.runner.late_compilations, started.seconds["trace"])
 """
 
 

@@ -15,8 +15,8 @@ from jaxpaged.models.decoder import Decoder
 from jaxpaged.runtime import weights
 from jaxpaged.runtime.executable_store import ExecutableStore
 from jaxpaged.runtime.plan import make_plan
-from jaxpaged.runtime.programs import Forward, all_keys
-from jaxpaged.runtime.startup import StartUp, start_runner
+from jaxpaged.runtime.programs import Forward
+from jaxpaged.runtime.startup import StageStart, StartUp, start_runner
 from tests.engine.harness import LLAMA, write_model
 
 STATS = {"bytes_limit": 8 << 20, "bytes_in_use": 0}  # as a GPU would report them
@@ -31,16 +31,15 @@ def test_the_pool_is_sized_before_weights_are_there_and_alike_at_every_start(
     plan = make_plan(config, spec, dtype, device, serving=True)
     model = Decoder(spec, plan.kv, dtype)
     params = unflatten_dict(weights.abstract_leaves(model), sep="/")
+    whole = StageStart(model, params, [device], ExecutableStore(tmp_path, [device]))
     pages = []
     loading: Future[None] = Future()
     loading.set_result(None)
     for start in range(2):
-        started = StartUp(config, model, params, device, ExecutableStore(tmp_path, [device]))
-        sized, executables = started.size_pool(plan, STATS, loading)
+        sized, (executables,) = StartUp(config, [whole]).size_pool(plan, [STATS], loading)
         pages.append(sized.kv.num_pages)
-        keys = all_keys(sized.buckets, sized.shapes.input_sizes(sized.buckets))
         known = executables.trace_seconds
-        executables.compile_all(key for key in keys if not isinstance(key, Forward))
+        executables.compile_all(key for key in whole.keys(sized) if not isinstance(key, Forward))
         assert executables.trace_seconds == known  # the probe compiled them
         assert (known == 0) == (start == 1)
     assert pages[0] == pages[1] > 2
@@ -63,5 +62,5 @@ def test_a_stored_executable_that_fails_is_compiled_anew(
         patch.setattr(ExecutableStore, "load", lambda self, path: fail if path.exists() else None)
         started = start_runner(config, serving=True)
     assert "compiling anew: NOT_FOUND" in caplog.text
-    assert started.seconds["trace"] > 0 and started.runner.executables.late_compilations == 0
+    assert started.seconds["trace"] > 0 and started.runner.late_compilations == 0
     assert start_runner(config, serving=True).seconds["trace"] == 0
