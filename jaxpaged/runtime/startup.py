@@ -98,6 +98,7 @@ def start_runner(config: EngineConfig, *, serving: bool, group: Group | None = N
         Decoder(spec, plan.kv, dtype, backend, model_mesh(own), part)
         for own, part in zip(devices_of, parts, strict=True)
     ]
+    least_of_hosts = None if group is None else group.minimum
     start = StartUp(
         config,
         [
@@ -105,9 +106,9 @@ def start_runner(config: EngineConfig, *, serving: bool, group: Group | None = N
                 model,
                 unflatten_dict(weights.abstract_leaves(model, own[0]), sep="/"),
                 own,
-                None if cache is None or group is not None else ExecutableStore(cache, own),
+                None if cache is None else ExecutableStore(cache, every, least_of_hosts),
             )
-            for model, own in zip(models, here, strict=True)
+            for model, own, every in zip(models, here, devices_of, strict=True)
         ],
         group,
     )
@@ -174,8 +175,9 @@ def _warm_up(runner: ModelRunner, keys: Sequence[Key]) -> bool:
     try:
         runner.warm_up(keys)
     except jax.errors.JaxRuntimeError as error:
-        if not any([stage.executables.forget_loaded() for stage in runner.stages]):
-            raise
+        forgotten = any([stage.executables.forget_loaded() for stage in runner.stages])
+        if not forgotten or runner.stages[0].followers is not None:
+            raise  # followers go on without a way back; the next start compiles for all
         log.warning("a stored executable does not run, compiling anew: %s", error)
         return False
     return True

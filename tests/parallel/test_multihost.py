@@ -93,10 +93,12 @@ def test_drawn_tokens_do_not_either(report: dict[str, Any], folder: Path) -> Non
         assert found["logprobs"] == pytest.approx(expected["logprobs"], abs=1e-4)
 
 
-def test_a_leader_that_dies_takes_its_followers_along(folder: Path) -> None:
-    leader, follower = start_both(folder, 2, "forever")
+def test_stored_executables_are_used_and_a_dead_leader_takes_its_followers_along(
+    report: dict[str, Any], folder: Path
+) -> None:
+    leader, follower = start_both(folder, 4, "forever")
     try:
-        printed(leader, "ready")
+        assert printed(leader, r"compiled \d+") == "compiled 0"
         (child,) = children(follower.pid)
         leader.kill()
         assert follower.wait(timeout=20) == 1
