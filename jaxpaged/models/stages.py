@@ -27,7 +27,7 @@ def stage_layers(spec: ModelSpec, num_stages: int) -> list[range]:
         """In layers, if the last stage has `last` of them and the others share the rest."""
         return max(-(-(num_layers - last) // others), last + head)
 
-    first_of_last = num_layers - min(range(1, num_layers - others + 1), key=slowest)
+    first_of_last = num_layers - min(range(num_layers - others, 0, -1), key=slowest)
     bounds = [stage * first_of_last // others for stage in range(num_stages)]
     return [range(*pair) for pair in zip(bounds, [*bounds[1:], num_layers], strict=True)]
 

@@ -17,12 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpaged.core.request import Request
-from jaxpaged.core.scheduler import (
-    ScheduledSequence,
-    Scheduler,
-    SchedulerConfig,
-    SchedulerOutput,
-)
+from jaxpaged.core.scheduler import ScheduledSequence, Scheduler, SchedulerConfig, SchedulerOutput
 from jaxpaged.core.sequence import SequenceState
 from jaxpaged.sampling_params import SamplingParams
 
@@ -82,8 +77,7 @@ class Cell(NamedTuple):
     position: int
 
     @property
-    def confirmed(self) -> bool:
-        """Whether the host knows the token by now, and that the sequence went on from it."""
+    def confirmed(self) -> bool:  # that the token is the sequence's, and not its last
         known = self.position < len(self.sequence.token_ids)
         return not self.guessed or (known and not self.sequence.finished)
 
@@ -128,7 +122,7 @@ class FakeDevice:
         known = len(tokens)
         if known < end:
             assert known >= end - 1 or item.num_tokens == 1, "only the last token may be unknown"
-            tokens += [self.made[sequence][position] for position in range(known, end)]
+            tokens += [self.made[sequence][at] for at in range(known, end)]
             assert tokens[-1] == self.last_token[item.slot]
         hashes = prefix_hashes(sequence.request.cache_salt, tokens)
         for group in range(len(self.config.windows)):
@@ -136,9 +130,8 @@ class FakeDevice:
                 cell = self.cell_of(sequence, group, position)
                 others = {holder for holder, page in held if page == cell[0]} - {sequence}
                 assert not others, "a page is written under the eyes of another owner"
-                self.cells[cell] = Cell(
-                    group, hashes[position], position >= known, self.steps, sequence, position
-                )
+                place = self.steps, sequence, position
+                self.cells[cell] = Cell(group, hashes[position], position >= known, *place)
         return hashes
 
     def check_reads(self, item: ScheduledSequence, hashes: list[int]) -> None:

@@ -88,3 +88,13 @@ def test_gemma_at_8k_holds_a_third_of_all_full_layers_at_most() -> None:
     all_full = len(made.windows) * -(-8192 // 16)
     assert len(made.windows) == 6
     assert held <= 0.30 * all_full
+
+
+def test_the_stage_that_can_hold_fewest_pages_decides() -> None:
+    config = EngineConfig(pipeline_parallel_size=2, max_model_len=64)
+    spec = load_spec(LLAMA | {"num_hidden_layers": 3})
+    made = make_plan(config, spec, jnp.dtype("float32"), CPU, serving=True)
+    assert made.stages == (range(2), range(2, 3))
+    page = made.kv.page_bytes // 3
+    assert made.with_pages(config, 2 * page * 21, page * 31).kv.num_pages == 20 + 1
+    assert made.with_pages(config, 2 * page * 31, page * 21).kv.num_pages == 20 + 1
