@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import evenly, markdown, model_settings, write_results
-from benchmarks.lengths import MAX_TOTAL, Lengths, random_prompts, sharegpt
 from jaxpaged import LLM, SamplingParams
+from jaxpaged.planning.lengths import MAX_TOTAL, Lengths, random_prompts, sharegpt
 
 
 def hugging_face(args: argparse.Namespace, lengths: Sequence[Lengths]) -> list[dict[str, Any]]:

@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -102,8 +101,7 @@ def make_core(model: Path, batch: int) -> EngineCore:
         num_gpu_blocks_override=batch * MAX_MODEL_LEN // 16,
     )
     spec = load_spec(json.loads(model.read_text()))
-    gpu: Any = SimpleNamespace(platform="gpu")
-    plan = make_plan(config, spec, jnp.dtype(jnp.bfloat16), gpu, serving=True)
+    plan = make_plan(config, spec, jnp.dtype(jnp.bfloat16), "gpu", serving=True)
     runner: Any = HostRunner(plan.with_pages(config, 0))
     started = Started(runner, "none", "gpu", "bfloat16", {})
     with mock.patch.object(engine_core, "start_runner", lambda *_, **__: started):

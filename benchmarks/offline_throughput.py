@@ -24,8 +24,8 @@ from benchmarks.common import (
     seconds_since_start,
     write_results,
 )
-from benchmarks.lengths import MAX_TOTAL, Lengths, fixed, random_prompts, sharegpt
 from jaxpaged import LLM, SamplingParams
+from jaxpaged.planning.lengths import MAX_TOTAL, Lengths, fixed, random_prompts, sharegpt
 
 
 class StepCounter:

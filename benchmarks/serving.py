@@ -31,9 +31,9 @@ from tokenizers import Tokenizer
 
 from benchmarks.common import markdown, model_settings, percentiles, write_results
 from benchmarks.http_client import Answer, complete
-from benchmarks.lengths import MAX_TOTAL, Lengths, fixed, sharegpt
 from benchmarks.startup import serve_arguments
 from jaxpaged.model_files import DEMO_MODEL
+from jaxpaged.planning.lengths import MAX_TOTAL, Lengths, fixed, poisson_arrivals, sharegpt
 
 WORDS = 4096  # different tokens that prompts are made of
 WARM_UP = 4  # requests
@@ -91,8 +91,7 @@ async def run_rate(
     base_url: str, texts: Sequence[str], lengths: Sequence[Lengths], rate: float, seed: int
 ) -> tuple[list[Answer], float]:
     """Send the requests at `rate` a second; their answers and the seconds that all took."""
-    gaps = np.random.default_rng(seed).exponential(0 if math.isinf(rate) else 1 / rate, len(texts))
-    arrivals = np.cumsum(gaps) - gaps[0]
+    arrivals = poisson_arrivals(len(texts), rate, seed)
     start = time.perf_counter()
 
     async def one(text: str, item: Lengths, arrival: float) -> Answer:
@@ -101,7 +100,7 @@ async def run_rate(
         return await complete(base_url, {**body, "ignore_eos": True, "temperature": 0})
 
     answers = await asyncio.gather(
-        *(one(*each) for each in zip(texts, lengths, arrivals.tolist(), strict=True))
+        *(one(*each) for each in zip(texts, lengths, arrivals, strict=True))
     )
     return answers, time.perf_counter() - start
 

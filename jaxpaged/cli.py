@@ -1,8 +1,10 @@
-"""The command line: `jaxpaged serve | generate | chat | convert`."""
+"""The command line: `jaxpaged serve | generate | chat | convert | plan`."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import logging
 import os
 import sys
@@ -13,6 +15,7 @@ import jaxpaged
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.errors import EngineStartError
 from jaxpaged.flags import HelpFormatter, add_flags, collect, with_config_file
+from jaxpaged.planning.options import ENGINE_SETTINGS, PlanOptions
 from jaxpaged.server_config import ServerConfig
 
 log = logging.getLogger(__name__)
@@ -63,6 +66,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         ("generate", _generate, "continue prompts"),
         ("chat", _chat, "talk to a model in the terminal"),
         ("convert", _convert, "write a model's weights as an Orbax checkpoint, which loads faster"),
+        ("plan", _plan, "tell what a model would do on GPUs that need not be here"),
     ):
         command = subparsers.add_parser(
             name,
@@ -91,7 +95,17 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     commands["convert"].add_argument("out", metavar="OUT", type=Path, help="folder to write")
     commands["convert"].add_argument("--revision", help="branch, tag or commit of a hub model")
     commands["convert"].add_argument("--download-dir", help="where hub files are kept")
+    _add_plan(commands["plan"])
     return parser, commands
+
+
+def _add_plan(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "model_tag", metavar="MODEL", help="folder, hub id or a config.json under any name"
+    )
+    add_flags(command.add_argument_group("what to plan for"), PlanOptions)
+    others = {field.name for field in dataclasses.fields(EngineConfig)} - set(ENGINE_SETTINGS)
+    add_flags(command.add_argument_group("settings of the engine"), EngineConfig, skip=others)
 
 
 def _add_sampling(commands: dict[str, argparse.ArgumentParser]) -> None:
@@ -162,6 +176,28 @@ def _convert(args: argparse.Namespace) -> int:
     convert(folder, args.out)
     print(f"wrote {args.out}")
     return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    import jax
+
+    from jaxpaged.model_files import find_config
+    from jaxpaged.models import load_spec
+    from jaxpaged.planning.predict import predict
+    from jaxpaged.planning.report import as_json, as_text
+
+    _log("error")
+    jax.config.update("jax_platforms", "cpu")  # shapes alone are asked for: leave GPUs in peace
+    options = PlanOptions(**collect(PlanOptions, args))
+    config = EngineConfig(**collect(EngineConfig, args))
+    spec = load_spec(find_config(args.model_tag, config.revision, config.download_dir))
+    found = predict(spec, config, options)
+    model = "MODEL" if Path(args.model_tag).is_file() else args.model_tag  # serve wants a folder
+    if options.json:
+        print(json.dumps(as_json(model, config, options, found), indent=1))
+    else:
+        print(as_text(model, config, options, found))
+    return 0 if found.fits else 1
 
 
 def _log(level: str) -> None:

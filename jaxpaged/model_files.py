@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from jaxpaged.config import EngineConfig
 
 DEMO_MODEL = Path(__file__).parent / "assets" / "demo"  # what runs when no model is named
 TOKENIZER_FILE = "tokenizer.json"
-PATTERNS = ["*.safetensors", "*.json", "tokenizer*", "*.jinja"]
+PATTERNS = ("*.safetensors", "*.json", "tokenizer*", "*.jinja")
+CONFIG_FILE = "config.json"
 
 
 class ModelFilesError(OSError):
@@ -33,15 +35,20 @@ def resolve_model(
     Raises:
         ModelFilesError: no such folder, and no such repository or no way to reach the hub.
     """
-    if name is None:
-        return DEMO_MODEL
+    return DEMO_MODEL if name is None else _folder(name, revision, download_dir, PATTERNS)
+
+
+def _folder(
+    name: str | Path, revision: str | None, download_dir: str | None, patterns: Sequence[str]
+) -> Path:
+    """A folder, or the files of a hub's repository that have such names."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
     try:
         return Path(
             snapshot_download(
-                str(name), revision=revision, cache_dir=download_dir, allow_patterns=PATTERNS
+                str(name), revision=revision, cache_dir=download_dir, allow_patterns=list(patterns)
             )
         )
     except HFValidationError:
@@ -77,7 +84,21 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         ModelFilesError: it is missing or is no JSON object.
     """
-    return read_json(path / "config.json")
+    return read_json(path / CONFIG_FILE)
+
+
+def find_config(
+    name: str, revision: str | None = None, download_dir: str | None = None
+) -> dict[str, Any]:
+    """config.json of a folder, of a hub id (of which nothing else is fetched) or under any name.
+
+    Raises:
+        ModelFilesError: there is none, or it is no JSON object.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        return read_json(path)
+    return read_config(_folder(name, revision, download_dir, (CONFIG_FILE,)))
 
 
 def read_json(file: Path) -> dict[str, Any]:

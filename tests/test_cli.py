@@ -215,7 +215,7 @@ def test_help_is_complete():
             words = field.metadata["help"].split()[:3]
             assert all(word.rstrip(",:;") in text for word in words)
     assert "default: 8000" in text
-    for command in ("serve", "generate", "chat", "convert"):
+    for command in ("serve", "generate", "chat", "convert", "plan"):
         assert command in help_of()
         assert "MODEL" in help_of(command)
 

@@ -31,8 +31,8 @@ INDIRECT = {
     "tokenizers": "transformers' fast tokenizers",
     "uvloop": "uvicorn's event loop",
 }
-# Imported when a flag asks for it; an extra holds what provides it.
-OPTIONAL = {"opentelemetry"}
+# Imported when a flag or Ray Serve asks for it; an extra holds what provides it.
+OPTIONAL = {"opentelemetry", "ray"}
 MUTABLE_MAKERS = {
     *("list", "dict", "set", "bytearray", "deque", "defaultdict", "Counter", "OrderedDict"),
     *("ContextVar", "local", "Lock", "RLock", "Event", "Queue"),

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxpaged.model_files import ModelFilesError, read_config, resolve_model
+import jaxpaged.model_files
+from jaxpaged.model_files import ModelFilesError, find_config, read_config, resolve_model
 
 
 def test_a_folder_is_itself(tmp_path: Path) -> None:
@@ -35,6 +36,23 @@ def test_cached_snapshot_is_found_offline(tmp_path: Path) -> None:
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text(commit)
     assert resolve_model("some/model", download_dir=str(tmp_path)) == snapshot
+
+
+def test_of_a_hub_model_config_alone_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"found": true}')
+    asked: list[tuple[str, str, list[str]]] = []
+
+    def download(name: str, *, revision: str, cache_dir: str, allow_patterns: list[str]) -> Path:
+        asked.append((name, revision, allow_patterns))
+        return tmp_path
+
+    monkeypatch.setattr(jaxpaged.model_files, "snapshot_download", download)
+    assert find_config("some/model", "v2") == {"found": True}
+    assert asked == [("some/model", "v2", ["config.json"])]
+    (tmp_path / "other.json").write_text('{"other": 1}')
+    assert find_config(str(tmp_path / "other.json")) == {"other": 1}
 
 
 @pytest.mark.parametrize(

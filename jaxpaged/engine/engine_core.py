@@ -17,7 +17,7 @@ import numpy as np
 from jaxpaged.config import EngineConfig
 from jaxpaged.core import pool_picture
 from jaxpaged.core.request import Request
-from jaxpaged.core.scheduler import QueueFullError, Scheduler, SchedulerConfig, SchedulerOutput
+from jaxpaged.core.scheduler import QueueFullError, Scheduler, SchedulerOutput
 from jaxpaged.core.sequence import SequenceState
 from jaxpaged.engine.commands import run_command
 from jaxpaged.engine.grammar_checker import PARAM
@@ -69,23 +69,7 @@ class EngineCore:
         # Steps that stay in flight while the next is prepared: one for each stage of a pipeline.
         stages = len(plan.stages)
         self._depth = stages if config.async_scheduling else stages - 1
-        self._scheduler = Scheduler(
-            SchedulerConfig(
-                page_size=plan.kv.page_size,
-                num_pages=plan.kv.num_pages,
-                windows=plan.windows,
-                max_num_seqs=plan.max_num_seqs,
-                max_num_batched_tokens=plan.max_num_batched_tokens,
-                max_model_len=plan.max_model_len,
-                long_prefill_token_threshold=config.long_prefill_token_threshold,
-                enable_prefix_caching=config.enable_prefix_caching,
-                enable_chunked_prefill=config.enable_chunked_prefill,
-                policy=config.scheduling_policy,
-                max_num_queued_reqs=config.max_num_queued_reqs,
-                max_num_queued_tokens=config.max_num_queued_tokens,
-                num_stages=stages,
-            )
-        )
+        self._scheduler = Scheduler(plan.scheduler_config(config))
         self._seed, self._seeds_drawn = config.seed, itertools.count()
         self._pending: deque[InFlight] = deque()  # dispatched, not yet collected
         self._outputs: list[SequenceOutput] = []  # news for the front end

@@ -116,7 +116,8 @@ class InputProcessor:
                 raise BadRequestError(
                     "no tokenizer is loaded (skip_tokenizer_init): send token ids", "prompt"
                 )
-            token_ids = self._tokenizer.encode(prompt, add_special_tokens)
+            limit = self._info.max_model_len
+            token_ids = self._tokenizer.encode_sent(prompt, limit, add_special_tokens)
         else:
             token_ids = list(prompt)  # type: ignore[arg-type]
             if not all(type(token_id) is int for token_id in token_ids):

@@ -23,6 +23,7 @@ GENERATION_DEFAULTS = {  # generation_config.json -> SamplingParams
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
+ALWAYS_TOKENIZED = 1 << 20  # characters of a text that is tokenized whatever its model's length
 LONG = 256  # tokens whose decoding takes longer than to hand them to another thread
 LEAD = "a"  # text before a token whose own text is wanted: some decoders eat a leading space
 
@@ -69,6 +70,7 @@ class Tokenizer:
         self.eos_token_ids: list[int] = sorted(
             {token_id for token_id in (*ids, backend.eos_token_id) if token_id is not None}
         )
+        self._longest = max(map(len, backend.get_vocab()), default=0)  # spelling of a token
         self._lead = self.encode(LEAD, add_special_tokens=False)
         self._lead_text = self.decode(self._lead)
         self.token_text = functools.lru_cache(maxsize=1 << 16)(self._token_text)
@@ -113,6 +115,25 @@ class Tokenizer:
             (found,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             return found.ids
         return self._backend.encode(text, add_special_tokens=add_special_tokens)
+
+    def encode_sent(
+        self, text: str, max_model_len: int, add_special_tokens: bool = True
+    ) -> list[int]:
+        """`encode`, unless the text is so long that it may take minutes: over a million characters,
+        and more than `max_model_len` tokens could spell.
+
+        Raises:
+            BadRequestError: it is.
+        """
+        most = max(ALWAYS_TOKENIZED, max_model_len * self._longest)
+        if len(text) > most:
+            raise BadRequestError(
+                f"This model's maximum context length is {max_model_len} tokens, and no text of "
+                f"more than {most} characters is tokenized, but the prompt has {len(text)}. Please "
+                f"reduce the length of the prompt.",
+                "prompt",
+            )
+        return self.encode(text, add_special_tokens)
 
     def decode(
         self,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 
 from jaxpaged.arrays.kv_pages import KVPagesSpec, group_layers
 from jaxpaged.config import EngineConfig
 from jaxpaged.core.buckets import Buckets
+from jaxpaged.core.scheduler_config import SchedulerConfig
 from jaxpaged.models.spec import ModelSpec
 from jaxpaged.models.stages import stage_layers
 from jaxpaged.runtime.memory import PageNeeds, check_model_len
@@ -61,6 +61,33 @@ class EnginePlan:
             vocab=self.vocab,
         )
 
+    def needs(self, config: EngineConfig) -> PageNeeds:
+        """Pages that sequences need."""
+        chunk = min(self.max_num_batched_tokens, config.long_prefill_token_threshold or 1 << 30)
+        return PageNeeds(self.windows, self.kv.page_size, chunk)
+
+    def scheduler_config(self, config: EngineConfig) -> SchedulerConfig:
+        """Limits of the scheduler.
+
+        Raises:
+            ValueError: under these limits a single long request could never run.
+        """
+        return SchedulerConfig(
+            page_size=self.kv.page_size,
+            num_pages=self.kv.num_pages,
+            windows=self.windows,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+            enable_prefix_caching=config.enable_prefix_caching,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+            policy=config.scheduling_policy,
+            max_num_queued_reqs=config.max_num_queued_reqs,
+            max_num_queued_tokens=config.max_num_queued_tokens,
+            num_stages=len(self.stages),
+        )
+
     def with_pages(self, config: EngineConfig, *budgets: int) -> EnginePlan:
         """Size the pool, and the model length if it is 'auto'.
 
@@ -71,11 +98,7 @@ class EnginePlan:
         Raises:
             ValueError: one sequence of max_model_len does not fit.
         """
-        needs = PageNeeds(
-            self.windows,
-            self.kv.page_size,
-            min(self.max_num_batched_tokens, config.long_prefill_token_threshold or 1 << 30),
-        )
+        needs = self.needs(config)
         useful = self.max_num_seqs * needs.pages(self.max_model_len)
         # Page 0 belongs to nobody: padding writes there.
         fitting = [
@@ -97,9 +120,12 @@ class EnginePlan:
 
 
 def make_plan(
-    config: EngineConfig, spec: ModelSpec, dtype: jnp.dtype, device: jax.Device, serving: bool
+    config: EngineConfig, spec: ModelSpec, dtype: jnp.dtype, platform: str, serving: bool
 ) -> EnginePlan:
     """Everything but the number of pages, which is known once the weights are loaded.
+
+    Args:
+        platform: of the devices, as JAX names it.
 
     Raises:
         ValueError: settings that contradict the model or each other.
@@ -113,7 +139,7 @@ def make_plan(
             )
     else:
         max_model_len = spec.max_position
-    on_cpu = device.platform == "cpu"
+    on_cpu = platform == "cpu"
     max_num_seqs = config.max_num_seqs or (32 if on_cpu else 256)
     tokens = config.max_num_batched_tokens
     if tokens is None:
@@ -148,7 +174,7 @@ def make_plan(
             dtype=jnp.dtype(kv_dtype),
             num_devices=config.tensor_parallel_size,
         ),
-        buckets=Buckets(max_num_seqs, tokens, device.platform),
+        buckets=Buckets(max_num_seqs, tokens, platform),
         vocab=spec.vocab,
         width=spec.width,
         stages=tuple(stage_layers(spec, config.pipeline_parallel_size)),

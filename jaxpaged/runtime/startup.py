@@ -80,7 +80,7 @@ def start_runner(config: EngineConfig, *, serving: bool, group: Group | None = N
     spec = spread_spec(load_spec(model_files.read_config(path)), config.tensor_parallel_size)
     _report_spread(spec, config.tensor_parallel_size)
     dtype = model_dtype(config, spec.dtype, device.platform)
-    plan = make_plan(config, spec, dtype, device, serving)
+    plan = make_plan(config, spec, dtype, device.platform, serving)
     backend = attention_backend(
         config.attention_backend,
         AttentionCase(

@@ -7,15 +7,17 @@ from dataclasses import dataclass
 
 from fastapi import Request
 
+from jaxpaged.engine.grammar_checker import PARAM
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.server.context import ServerContext
+from jaxpaged.server.errors import named_as_sent
 from jaxpaged.server.generation import Generation, prepare
 from jaxpaged.server.parsing.answer import AnswerParser
 from jaxpaged.server.parsing.reasoning import left_open
 from jaxpaged.server.protocol import ChatTemplateFields, GenerationRequest
 from jaxpaged.server.templating import chat_prompt, continued_text
 from jaxpaged.server.thinking import Thinking
-from jaxpaged.server.tools import ToolUse, named_as_tools
+from jaxpaged.server.tools import ToolUse
 
 
 @dataclass(frozen=True)
@@ -82,18 +84,20 @@ async def prepare_chat(
         BadRequestError: the template refuses the conversation, or as `generation.prepare`.
         ClientGoneError: as `generation.prepare`.
     """
-    prompt = await chat_prompt(template, context, tools.offered)
+    names = {**body.sent_names, **({PARAM: "tools"} if tools.enforced else {})}
+    with named_as_sent(names):
+        prompt = await chat_prompt(template, context, tools.offered)
     plan = plan_answers(context, params, tools, prompt.text, continued_text(template))
-    with named_as_tools(tools):
-        generation = await prepare(
-            request,
-            context,
-            body,
-            [prompt.token_ids],
-            plan.params,
-            kind=kind,
-            add_special_tokens=False,  # they are ids already
-            default_max_tokens=default_max_tokens,
-            shown_logprobs=shown_logprobs,
-        )
+    generation = await prepare(
+        request,
+        context,
+        body,
+        [prompt.token_ids],
+        plan.params,
+        kind=kind,
+        add_special_tokens=False,  # they are ids already
+        default_max_tokens=default_max_tokens,
+        shown_logprobs=shown_logprobs,
+        names=names,
+    )
     return generation, plan

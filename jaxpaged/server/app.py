@@ -29,6 +29,7 @@ from jaxpaged.server.middleware import (
 )
 from jaxpaged.server.protocol import ErrorResponse
 from jaxpaged.server.tracing import TraceContextMiddleware
+from jaxpaged.server_config import ServerConfig
 
 ROUTERS = (
     chat.router,
@@ -59,6 +60,12 @@ def create_app(context: ServerContext) -> FastAPI:
     if config.enable_admin:
         app.include_router(admin.router)
     errors.install(app)
+    guard(app, config)
+    return app
+
+
+def guard(app: FastAPI, config: ServerConfig) -> None:
+    """Set what stands between the socket and the routes."""
     # The last one added is the outermost: a preflight request of CORS carries no key.
     app.add_middleware(BodyLimitMiddleware, limit=config.max_request_bytes)
     if config.max_concurrent_requests is not None:
@@ -78,4 +85,3 @@ def create_app(context: ServerContext) -> FastAPI:
             allow_methods=["*"],
             allow_headers=["*"],
         )
-    return app

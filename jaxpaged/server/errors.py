@@ -6,7 +6,8 @@ Routes of Anthropic's get theirs: {"type": "error", "error": {"type", "message"}
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -51,6 +52,24 @@ class NotFoundError(Exception):
 
 class ClientGoneError(Exception):
     """The client closed the connection before the answer was complete."""
+
+
+@contextmanager
+def named_as_sent(names: Mapping[str, str]) -> Iterator[None]:
+    """Let the engine's complaints call a field what the request calls it.
+
+    Args:
+        names: the engine's name -> the request's, where they differ.
+    """
+    try:
+        yield
+    except BadRequestError as error:
+        field = error.param or ""
+        if field in names:
+            error.param = names[field]
+            if error.message.startswith(f"{field} "):
+                error.message = names[field] + error.message.removeprefix(field)
+        raise
 
 
 def error_body(code: int, message: str, param: str | None = None) -> str:

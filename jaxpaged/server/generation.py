@@ -16,11 +16,11 @@ from jaxpaged.engine.messages import AddRequest
 from jaxpaged.outputs import RequestOutput
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.server.context import ServerContext
+from jaxpaged.server.errors import named_as_sent
 from jaxpaged.server.logprobs import LogprobWriter
 from jaxpaged.server.protocol import GenerationRequest, StreamOptions, Usage
 from jaxpaged.server.request_id import request_id
 from jaxpaged.server.streaming import merge, unless_gone
-from jaxpaged.server.structured import named_as_sent
 from jaxpaged.server.usage import UsageCounter
 
 MAX_SEQUENCES = 4096  # prompts x n of one HTTP request
@@ -28,7 +28,11 @@ MAX_SEQUENCES = 4096  # prompts x n of one HTTP request
 
 @dataclass
 class Generation:
-    """The engine's requests for one HTTP request: one a prompt, tokenized and valid."""
+    """The engine's requests for one HTTP request: one a prompt, tokenized and valid.
+
+    Args:
+        names: as those of `prepare`.
+    """
 
     id: str
     context: ServerContext
@@ -36,6 +40,7 @@ class Generation:
     requests: list[AddRequest]
     counter: UsageCounter
     writer: LogprobWriter | None  # None: no log-probabilities wanted
+    names: dict[str, str]
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -50,15 +55,17 @@ class Generation:
     async def stream(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """What is new of a choice, as it comes, with the place of its prompt."""
         engine = self.context.engine
-        async for place, output in merge([engine.run(request) for request in self.requests]):
-            self.counter.add(output)
-            yield place, output
+        with named_as_sent(self.names):
+            async for place, output in merge([engine.run(request) for request in self.requests]):
+                self.counter.add(output)
+                yield place, output
 
     async def collect(self) -> list[RequestOutput]:
         """The finished outputs, in the order of the prompts."""
         engine = self.context.engine
         runs = [engine.run(request, delta=False) for request in self.requests]
-        finished = {place: output async for place, output in merge(runs)}
+        with named_as_sent(self.names):
+            finished = {place: output async for place, output in merge(runs)}
         outputs = [finished[place] for place in range(len(runs))]
         for output in outputs:
             self.counter.add(output)
@@ -82,12 +89,14 @@ async def prepare(
     add_special_tokens: bool,
     default_max_tokens: int | None,
     shown_logprobs: int | None,
+    names: dict[str, str],
 ) -> Generation:
     """Tokenize and check every prompt before any is queued.
 
     Args:
         kind: what the id begins with.
         shown_logprobs: how many of the most likely tokens to show at each; None: nothing.
+        names: what the request calls the engine's fields, where that differs.
 
     Raises:
         BadRequestError: a prompt or the parameters.
@@ -102,7 +111,7 @@ async def prepare(
     answer_id = f"{kind}-{body.request_id or request_id(request.headers)}"
     requests = []
     for place, prompt in enumerate(prompts):
-        with named_as_sent(body.response_format):
+        with named_as_sent(names):
             preparing = context.engine.prepare(
                 prompt,
                 params,
@@ -132,4 +141,5 @@ async def prepare(
             context.engine.tokenizer,
             config.return_tokens_as_token_ids if as_ids is None else as_ids,
         ),
+        names,
     )

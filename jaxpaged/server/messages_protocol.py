@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from jaxpaged.server.many import Many, Messages, Tools
+from jaxpaged.server.many import Many, Messages, Strings, Tools
 from jaxpaged.server.protocol import GenerationRequest
 
 Blocks = str | Many[dict[str, Any]]
@@ -56,9 +56,13 @@ class MessagesRequest(GenerationRequest, MessagesFields):
     """POST /v1/messages. Unknown fields are ignored."""
 
     max_tokens: int = Field(ge=1)
-    stop_sequences: Many[str] | None = None
+    stop_sequences: Strings | None = None
     metadata: dict[str, Any] | None = None  # accepted, unused
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def sent_names(self) -> dict[str, str]:
+        return {**super().sent_names, "prompt": "messages", "stop": "stop_sequences"}
 
 
 class CountTokensRequest(MessagesFields):

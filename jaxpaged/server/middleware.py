@@ -16,6 +16,8 @@ from jaxpaged.server.request_id import request_id
 
 # Liveness probes carry no key; the page's files hold no data, and its calls carry the key.
 OPEN_PATHS = ("/health", "/ping", *FILES)
+# Of a body. Token ids are parsed fast, objects are not: more would hold up every stream meanwhile.
+MAX_COMMAS, MAX_COLONS = 1 << 20, 1 << 18
 CLIENT = "jaxpaged.client"  # of a scope: the digest of the key that the request carries
 
 
@@ -48,7 +50,9 @@ class ApiKeyMiddleware:
 
 
 class BodyLimitMiddleware:
-    """413 for a body that is longer than `limit` bytes, whether it says so or not."""
+    """413 for a body that is longer than `limit` bytes, whether it says so or not, or that may hold
+    too many values or objects.
+    """
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         self._app, self._limit = app, limit
@@ -62,14 +66,22 @@ class BodyLimitMiddleware:
         if declared.isdecimal() and int(declared) > self._limit:
             await error_response(413, message, scope=scope)(scope, receive, send)
             return
-        seen = 0
+        seen = commas = colons = 0
 
         async def counted() -> Message:
-            nonlocal seen
+            nonlocal seen, commas, colons
             part = await receive()
-            seen += len(part.get("body", b""))
+            body = part.get("body", b"")
+            seen += len(body)
+            commas, colons = commas + body.count(b","), colons + body.count(b":")
             if seen > self._limit:
                 raise HTTPException(413, message)
+            if commas > MAX_COMMAS or colons > MAX_COLONS:
+                raise HTTPException(
+                    413,
+                    f"the request body has more than {MAX_COMMAS} commas or {MAX_COLONS} colons: "
+                    "send its parts as several requests",
+                )
             return part
 
         await self._app(scope, counted, send)

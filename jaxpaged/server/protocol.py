@@ -15,7 +15,8 @@ from pydantic import (
 )
 
 from jaxpaged.outputs import Logprob
-from jaxpaged.server.many import Many, Messages, Tools
+from jaxpaged.sampling_params import MAX_LOGIT_BIAS
+from jaxpaged.server.many import Many, Messages, Strings, Tools
 from jaxpaged.server.structured import ResponseFormat, StructuredOutputsField
 from jaxpaged.server.tool_protocol import (
     AnswerToolCall,
@@ -64,7 +65,7 @@ class SamplingFields(BaseModel):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | Many[str] | None = None
+    stop: str | Strings | None = None
     stop_token_ids: Many[int] | None = None
     ignore_eos: bool | None = None
     max_tokens: int | None = None
@@ -73,9 +74,9 @@ class SamplingFields(BaseModel):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, float] | None = Field(None, max_length=MAX_LOGIT_BIAS)
     allowed_token_ids: Many[int] | None = None
-    bad_words: Many[str] | None = None
+    bad_words: Strings | None = None
     skip_reading_prefix_cache: bool | None = None
     priority: int | None = None
 
@@ -101,6 +102,11 @@ class GenerationRequest(SamplingFields):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+
+    @property
+    def sent_names(self) -> dict[str, str]:
+        """What this request calls the engine's fields, where that differs."""
+        return {} if self.structured_outputs else {"structured_outputs": "response_format"}
 
 
 def _read_prompt(prompt: Any, read: ValidatorFunctionWrapHandler) -> Any:
@@ -128,7 +134,7 @@ class ChatMessage(BaseModel, extra="allow"):
 
     role: str
     content: str | Many[dict[str, Any]] | None = None
-    tool_calls: Many[MessageToolCall] | None = None
+    tool_calls: Tools[MessageToolCall] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # the same by its newer name
 
@@ -159,28 +165,12 @@ class ChatCompletionRequest(GenerationRequest, ChatTemplateFields):
     functions: list[Any] | None = None
     function_call: Any = None
 
-
-class TokenizeTextRequest(BaseModel):
-    """POST /tokenize with a text."""
-
-    model: str | None = None
-    prompt: str
-    add_special_tokens: bool = True
-    return_token_strs: bool = False
-
-
-class TokenizeChatRequest(ChatTemplateFields):
-    """POST /tokenize with a chat."""
-
-    model: str | None = None
-    return_token_strs: bool = False
-
-
-class DetokenizeRequest(BaseModel):
-    """POST /detokenize."""
-
-    model: str | None = None
-    tokens: Many[int]
+    @property
+    def sent_names(self) -> dict[str, str]:
+        names = {"prompt": "messages", "logprobs": "top_logprobs"}
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        return {**super().sent_names, **names}
 
 
 # -- responses -----------------------------------------------------------------------------------
@@ -373,18 +363,3 @@ class ModelList(BaseModel):
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
-
-
-class TokenizeResponse(BaseModel):
-    """Answer of /tokenize."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = omitted()
-
-
-class DetokenizeResponse(BaseModel):
-    """Answer of /detokenize."""
-
-    prompt: str

@@ -77,6 +77,13 @@ class ResponsesRequest(GenerationRequest):
             form = {"type": "json_schema", "json_schema": inner}
         return {**fields, "response_format": form}
 
+    @property
+    def sent_names(self) -> dict[str, str]:
+        names = {"prompt": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+        if self.text is not None and not self.structured_outputs:
+            names["structured_outputs"] = "text"
+        return {**super().sent_names, **names}
+
     input: str | Messages[InputItem]
     instructions: str | None = None
     previous_response_id: str | None = None

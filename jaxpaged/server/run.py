@@ -54,28 +54,41 @@ def serve(
         ValueError, OSError: settings, files or the address; one line.
         EngineStartError: the engine could not start.
     """
-    template = _read_template(config.chat_template)
     if config.ssl_certfile is not None:  # tells now, not once the model is loaded
         ssl.create_default_context().load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    logging.getLogger("uvicorn.access").addFilter(without_routine)
+    with contextlib.ExitStack() as stack:
+        context = stack.enter_context(prepared(engine_config, config, core_command))
+        listener = stack.enter_context(bind(config))
+        runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
+        return runner.run(_serve(context, listener))
+
+
+@contextlib.contextmanager
+def prepared(
+    engine_config: EngineConfig, config: ServerConfig, core_command: Sequence[str] = CORE_COMMAND
+) -> Generator[ServerContext, None, None]:
+    """What the application needs, around an engine that is still to be started.
+
+    Raises:
+        ValueError, OSError: settings or files; one line.
+    """
+    template = _read_template(config.chat_template)
     root = engine_config.model or DEMO_NAME
     names = config.served_model_name or (root,)
     observers: list[Observer] = [log_request] if config.enable_log_requests else []
-    logging.getLogger("uvicorn.access").addFilter(without_routine)
     with contextlib.ExitStack() as stack:
         if config.otlp_traces_endpoint is not None:
             observers.append(stack.enter_context(tracing(config.otlp_traces_endpoint, names[0])))
-        engine_config = _with_files(engine_config)
-        listener = stack.enter_context(bind(config))
-        runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
         engine = AsyncLLM(
-            engine_config,
+            _with_files(engine_config),
             core_command=core_command,
             model_name=names[0],
             metrics_prefix=config.metrics_prefix,
             log_stats=not config.disable_log_stats,
             observers=observers,
         )
-        return runner.run(_serve(ServerContext(engine, config, names, root, template), listener))
+        yield ServerContext(engine, config, names, root, template)
 
 
 async def _serve(context: ServerContext, listener: socket) -> int:

@@ -6,8 +6,10 @@ import math
 from typing import Any
 
 from jaxpaged.engine.errors import BadRequestError
+from jaxpaged.engine.grammar_checker import PARAM
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.server.context import ServerContext
+from jaxpaged.server.errors import named_as_sent
 from jaxpaged.server.protocol import GenerationRequest, SamplingFields
 from jaxpaged.server.structured import structured_outputs
 
@@ -45,17 +47,18 @@ def sampling_params(
         named["logit_bias"] = _bias(request.logit_bias, context.engine.info.vocab_size)
     form = structured_outputs(request.response_format, request.structured_outputs)
     if form is not None and "structured_outputs" in overrides:  # of calls
-        name = "response_format" if request.structured_outputs is None else "structured_outputs"
+        name = request.sent_names.get(PARAM, PARAM)
         raise BadRequestError(
             f"{name} cannot be used with a tool_choice that makes the whole answer calls", name
         )
     named["structured_outputs"] = form
     values = {**context.engine.sampling_defaults, "max_tokens": None, **named, **overrides}
-    try:
-        return SamplingParams(**values)
-    except ValueError as error:
-        field = str(error).split(maxsplit=1)[0]
-        raise BadRequestError(str(error), field if field in values else None) from error
+    with named_as_sent(request.sent_names):
+        try:
+            return SamplingParams(**values)
+        except ValueError as error:
+            field = str(error).split(maxsplit=1)[0]
+            raise BadRequestError(str(error), field if field in values else None) from error
 
 
 def _bias(given: dict[str, float], vocab: int) -> dict[int, float]:

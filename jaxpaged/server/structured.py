@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
 from jaxpaged.engine.errors import BadRequestError
+from jaxpaged.engine.grammar_checker import PARAM
 from jaxpaged.sampling_params import StructuredOutputs
 
 
@@ -56,18 +55,7 @@ def structured_outputs(
     try:
         return StructuredOutputs(**field.model_dump(by_alias=True))
     except ValueError as error:
-        raise BadRequestError(str(error), "structured_outputs") from error
-
-
-@contextmanager
-def named_as_sent(response_format: ResponseFormat | None) -> Iterator[None]:
-    """The engine knows one field for constraints: let its complaints name the one that was sent."""
-    try:
-        yield
-    except BadRequestError as error:
-        if error.param == "structured_outputs" and response_format is not None:
-            error.param = "response_format"
-        raise
+        raise BadRequestError(str(error), PARAM) from error
 
 
 def _of_format(wanted: ResponseFormat) -> StructuredOutputs | None:

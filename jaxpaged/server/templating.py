@@ -38,7 +38,8 @@ async def chat_prompt(
         tools: those that the model may know of.
 
     Raises:
-        BadRequestError: no tokenizer or template, or the template refuses the messages.
+        BadRequestError: no tokenizer or template, the template refuses the messages, or they are
+            too long to be tokenized.
     """
     if fields.continue_final_message and fields.add_generation_prompt:
         raise BadRequestError(
@@ -58,7 +59,7 @@ async def chat_prompt(
                 f"chat_template_kwargs cannot set {name!r}", "chat_template_kwargs"
             )
     variables = {**(context.config.default_chat_template_kwargs or {}), **given}
-    tokenizer = context.tokenizer
+    tokenizer, max_model_len = context.tokenizer, context.engine.info.max_model_len
 
     def render() -> ChatPrompt:
         offered = [tool.model_dump(exclude_unset=True) for tool in tools or ()]
@@ -71,7 +72,7 @@ async def chat_prompt(
             tools=offered or None,
             **variables,
         )
-        token_ids = tokenizer.encode(text, add_special_tokens=fields.add_special_tokens)
+        token_ids = tokenizer.encode_sent(text, max_model_len, fields.add_special_tokens)
         return ChatPrompt(text, token_ids)
 
     # A chat may be long and a template a client's own: the others' tokens don't wait for it.

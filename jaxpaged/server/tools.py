@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,14 +110,3 @@ def read_tools(
             "tool_choice",
         )
     return ToolUse(tools, choice or "auto", parallel is False, config.tool_call_parser)
-
-
-@contextmanager
-def named_as_tools(tools: ToolUse) -> Iterator[None]:
-    """The engine calls every constraint structured_outputs: let its complaints name the tools."""
-    try:
-        yield
-    except BadRequestError as error:
-        if tools.enforced and error.param in ("structured_outputs", "response_format"):
-            error.param = "tools"
-        raise

@@ -11,11 +11,11 @@ import pytest
 
 from benchmarks.common import evenly, markdown, percentiles
 from benchmarks.http_client import Answer, complete
-from benchmarks.lengths import MAX_TOTAL, Lengths, fixed, random_prompts, sharegpt
 from benchmarks.make_tokenizer import make_tokenizer
 from benchmarks.serving import TextMaker, summary
 from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.model_files import DEMO_MODEL
+from jaxpaged.planning.lengths import MAX_TOTAL, Lengths, fixed, random_prompts, sharegpt
 
 SHARES = (10, 25, 50, 75, 90, 95, 99)
 PROMPT = (12, 22, 130, 398, 656, 802, 947)

@@ -1,4 +1,3 @@
-from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,24 +11,22 @@ from jaxpaged.runtime.plan import EnginePlan, make_plan, model_dtype
 from jaxpaged.sampling_params import SamplingParams
 from tests.engine.harness import GEMMA, LLAMA
 
-CPU: Any = SimpleNamespace(platform="cpu")
-GPU: Any = SimpleNamespace(platform="gpu")
 GEMMA_270M = GEMMA | {
     "num_hidden_layers": 18, "sliding_window": 512, "max_position_embeddings": 32768,
     "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3,
 }  # fmt: skip
 
 
-def plan(model: dict[str, Any], device: Any = CPU, **settings: Any) -> EnginePlan:
+def plan(model: dict[str, Any], platform: str = "cpu", **settings: Any) -> EnginePlan:
     config = EngineConfig(**settings)
-    made = make_plan(config, load_spec(model), jnp.dtype("float32"), device, serving=True)
+    made = make_plan(config, load_spec(model), jnp.dtype("float32"), platform, serving=True)
     return made.with_pages(config, 1 << 30)
 
 
 def test_defaults_follow_the_platform() -> None:
     assert plan(LLAMA).max_num_batched_tokens == 512
-    assert plan(LLAMA, GPU).max_num_batched_tokens == 8192
-    assert (plan(LLAMA).max_num_seqs, plan(LLAMA, GPU).max_num_seqs) == (32, 256)
+    assert plan(LLAMA, "gpu").max_num_batched_tokens == 8192
+    assert (plan(LLAMA).max_num_seqs, plan(LLAMA, "gpu").max_num_seqs) == (32, 256)
     assert plan(LLAMA).max_model_len == LLAMA["max_position_embeddings"]
     assert model_dtype(EngineConfig(), "bfloat16", "cpu") == jnp.float32
     assert model_dtype(EngineConfig(), "bfloat16", "gpu") == jnp.bfloat16

@@ -28,7 +28,7 @@ def test_the_pool_is_sized_before_weights_are_there_and_alike_at_every_start(
     config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=32, gpu_memory_utilization=0.5)
     device, dtype = jax.local_devices()[0], jnp.dtype(jnp.float32)
     spec = load_spec(LLAMA)
-    plan = make_plan(config, spec, dtype, device, serving=True)
+    plan = make_plan(config, spec, dtype, device.platform, serving=True)
     model = Decoder(spec, plan.kv, dtype)
     params = unflatten_dict(weights.abstract_leaves(model), sep="/")
     whole = StageStart(model, params, [device], ExecutableStore(tmp_path, [device]))

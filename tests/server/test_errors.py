@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import httpx
 import pytest
@@ -106,3 +107,32 @@ def test_too_many(server: Server, path: str, field: str, item: dict, count: int)
 def test_an_error_is_no_echo():
     for body in (error_body(400, "x" * 10**6), anthropic_error_body(400, "x" * 10**6)):
         assert len(json.loads(body)["error"]["message"]) == MAX_MESSAGE + len("...")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ("/v1/chat/completions", {"max_completion_tokens": 0}, "max_completion_tokens"),
+        ("/v1/chat/completions", {"max_tokens": 0}, "max_tokens"),
+        ("/v1/responses", {"include": ["message.output_text.logprobs"], "top_logprobs": 21},
+         "top_logprobs"),
+        ("/v1/messages", {"max_tokens": 1, "stop_sequences": [""]}, "stop_sequences"),
+    ],
+)  # fmt: skip
+def test_complaints_call_a_field_what_the_request_does(
+    server: Server, path: str, body: Any, param: str
+):
+    asked = {"input": "x"} if path == "/v1/responses" else {"messages": [HELLO]}
+    answer = server.post(path, **asked, **body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["message"].startswith(f"{param} ")
+    assert error.get("param", param) == param
+
+
+def test_a_chat_that_is_too_long_is_no_prompt(server: Server):
+    long = {**HELLO, "content": "x" * 9999}
+    answer = server.post("/v1/chat/completions", messages=[long])
+    check_error(answer, 400, "maximum context length", param="messages")
+    check_error(server.post("/v1/responses", input="x" * 9999), 400, param="input")

@@ -9,6 +9,8 @@ import pytest
 from fake_server import Server, eventually, running
 from http_checks import check_error
 
+from jaxpaged.server.middleware import MAX_COLONS, MAX_COMMAS
+
 ORIGIN = "https://page.example"
 KEY = {"Authorization": "Bearer second"}
 
@@ -82,6 +84,13 @@ def test_a_body_that_does_not_say_it_is_too_long(guarded: Server):
     headers = {**KEY, "Content-Type": "application/json"}
     answer = httpx.post(guarded.url + "/v1/completions", content=pieces, headers=headers)
     check_error(answer, 413, "1000 bytes")
+
+
+def test_a_body_of_too_many_values(server: Server):
+    values, objects = [5] * (MAX_COMMAS + 2), [{"a": 1}] * MAX_COLONS
+    for body in ({"prompt": values}, {"prompt": "x", "ignored": objects}):
+        answer = server.post("/v1/completions", **body)
+        check_error(answer, 413, f"{MAX_COMMAS} commas", f"{MAX_COLONS} colons")
 
 
 def test_request_ids_come_back(guarded: Server):

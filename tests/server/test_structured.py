@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_server import Server
 from http_checks import check_error
+
+from jaxpaged.engine.errors import BadRequestError
+from jaxpaged.engine.grammar_checker import PARAM
+from jaxpaged.server.generation import Generation
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -103,3 +110,25 @@ def test_without_a_tokenizer(slow_server: Server) -> None:
         COMPLETIONS, prompt=[5], max_tokens=1, structured_outputs={"regex": "a"}
     )
     check_error(answer, 400, "tokenizer", "skip_tokenizer_init", param="structured_outputs")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_complaints_of_a_running_engine_name_the_field_that_was_sent(streamed: bool) -> None:
+    class Refusing:
+        async def run(self, request: Any, **_: Any) -> AsyncIterator[Any]:
+            raise BadRequestError("no token fits", PARAM)
+            yield
+
+    context: Any = SimpleNamespace(engine=Refusing())
+    nothing: Any = None
+    names = {PARAM: "tools"}
+    generation = Generation("a", context, nothing, [nothing], nothing, nothing, names)
+
+    async def answer() -> None:
+        if streamed:
+            await anext(generation.stream())
+        await generation.collect()
+
+    with pytest.raises(BadRequestError) as refused:
+        asyncio.run(answer())
+    assert refused.value.param == "tools"

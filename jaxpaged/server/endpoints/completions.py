@@ -66,6 +66,7 @@ async def _prepare(
         add_special_tokens=body.add_special_tokens,
         default_max_tokens=context.engine.sampling_defaults.get("max_tokens", DEFAULT_MAX_TOKENS),
         shown_logprobs=body.logprobs,
+        names=body.sent_names,
     )
     generation.counter.prompt_only = only_prompt
     for item in generation.requests:

@@ -8,14 +8,14 @@ from fastapi import APIRouter
 
 from jaxpaged.engine.errors import BadRequestError
 from jaxpaged.server.context import Context
-from jaxpaged.server.protocol import (
+from jaxpaged.server.templating import chat_token_ids
+from jaxpaged.server.tokens_protocol import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeChatRequest,
     TokenizeResponse,
     TokenizeTextRequest,
 )
-from jaxpaged.server.templating import chat_token_ids
 
 router = APIRouter(tags=["tokens"])
 
@@ -26,9 +26,11 @@ async def tokenize(
 ) -> TokenizeResponse:
     """The token ids of a text or a chat, as a request would get them."""
     context.check_model(body.model)
-    tokenizer = context.tokenizer
+    tokenizer, max_model_len = context.tokenizer, context.engine.info.max_model_len
     if isinstance(body, TokenizeTextRequest):
-        token_ids = await asyncio.to_thread(tokenizer.encode, body.prompt, body.add_special_tokens)
+        token_ids = await asyncio.to_thread(
+            tokenizer.encode_sent, body.prompt, max_model_len, body.add_special_tokens
+        )
     else:
         token_ids = await chat_token_ids(body, context)
     spellings = None
@@ -36,7 +38,7 @@ async def tokenize(
         spellings = await asyncio.to_thread(lambda: [tokenizer.token(i) for i in token_ids])
     return TokenizeResponse(
         count=len(token_ids),
-        max_model_len=context.engine.info.max_model_len,
+        max_model_len=max_model_len,
         tokens=token_ids,
         token_strs=spellings,
     )

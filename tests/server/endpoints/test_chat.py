@@ -187,7 +187,7 @@ def test_templates_of_the_request(server: Server):
         ({"functions": [{"name": "f"}]}, ["not supported"]),
         ({"top_logprobs": 2}, ["logprobs=true"]),
         ({"logprobs": True, "top_logprobs": 21}, ["21", "20"]),
-        ({"max_completion_tokens": 0}, ["max_tokens"]),
+        ({"max_completion_tokens": 0}, ["max_completion_tokens"]),
         ({"chat_template": "{% if %}"}, ["template"]),
         ({"chat_template": "{{ 'a' * 10**15 }}"}, ["template"]),
         ({"chat_template_kwargs": {"messages": []}}, ["messages"]),

@@ -5,6 +5,8 @@ from fake_server import Server
 from http_checks import check_error
 from tiny_tokenizer import ASSISTANT, BOS, USER
 
+from jaxpaged.engine.tokenizer import ALWAYS_TOKENIZED
+
 
 def test_a_text_there_and_back(server: Server):
     found = server.post("/tokenize", model="M", prompt="hello 😀").json()
@@ -40,3 +42,17 @@ def test_bad_requests(server: Server):
     check_error(bad, 400, f"{VOCAB}", f"{VOCAB - 1}", param="tokens")
     robot = [{"role": "robot", "content": "x"}]
     check_error(server.post("/tokenize", messages=robot), 400, "no such role")
+
+
+def test_a_text_that_would_take_the_tokenizer_minutes(server: Server):
+    text = "x" * (ALWAYS_TOKENIZED + 1)
+    chat = [{"role": "user", "content": text}]
+    for path, body in (
+        ("/tokenize", {"prompt": text}),
+        ("/tokenize", {"messages": chat}),
+        ("/v1/completions", {"prompt": text, "truncate_prompt_tokens": 5}),
+        ("/v1/chat/completions", {"messages": chat}),
+        ("/v1/embeddings", {"input": [text]}),
+    ):
+        limits = (f"{MAX_MODEL_LEN} tokens", f"more than {ALWAYS_TOKENIZED} characters")
+        check_error(server.post(path, **body), 400, *limits, "reduce")

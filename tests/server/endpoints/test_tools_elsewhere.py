@@ -127,9 +127,10 @@ def test_responses_in_a_form(gpt: openai.OpenAI):
 
     parsed = gpt.responses.parse(model="M", input='{"x": 1}', text_format=Point)
     assert parsed.output_parsed == Point(x=1)
-    with pytest.raises(openai.BadRequestError, match="nonsense"):
+    with pytest.raises(openai.BadRequestError, match="nonsense") as refused:
         form: Any = {"type": "json_schema", "name": "n", "schema": {"type": "nonsense"}}
         gpt.responses.create(model="M", input="x", text={"format": form})
+    assert refused.value.param == "text"
 
 
 def test_messages_with_a_call(tool_server: Server, claude: anthropic.Anthropic):

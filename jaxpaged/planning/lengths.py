@@ -1,4 +1,4 @@
-"""Prompt and output lengths as real conversations have them, drawn without their data.
+"""Requests as they come: lengths of real conversations, drawn without their data, and arrivals.
 
 The quantile functions of ShareGPT, filtered as serving benchmarks do it (prompts of 4 to 1024
 tokens, at most 2048 in all), interpolated log-linearly between known percentiles.
@@ -6,6 +6,7 @@ tokens, at most 2048 in all), interpolated log-linearly between known percentile
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,6 +48,16 @@ def random_prompts(
 ) -> list[list[int]]:
     """Random token ids in [0, vocab) of the given prompt lengths: no two share a prefix."""
     return [rng.integers(0, vocab, item.prompt).tolist() for item in lengths]
+
+
+def poisson_arrivals(count: int, rate: float, seed: int) -> list[float]:
+    """Seconds at which `count` requests arrive, the first at 0.
+
+    Args:
+        rate: requests a second on average; inf: all at once.
+    """
+    gaps = np.random.default_rng(seed).exponential(0 if math.isinf(rate) else 1 / rate, count)
+    return (np.cumsum(gaps) - gaps[0]).tolist()
 
 
 def _quantiles(

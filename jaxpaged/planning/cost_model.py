@@ -1,0 +1,187 @@
+"""Seconds that a step takes on GPUs: bytes, operations, exchanges and launches.
+
+A product reads its weights and computes at the same time: its seconds are the p-norm of both, which
+is the longer of the two where they differ much and more than either where they don't. Everything
+else adds up. See `hardware.Calibration` for the figures and docs/planning.md for how good they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxpaged.core.buckets import Buckets
+from jaxpaged.core.scheduler_output import ScheduledSequence
+from jaxpaged.planning.footprint import Layout
+from jaxpaged.planning.hardware import GPU, Calibration
+
+# Elements that a token reads and writes between a layer's products: around two norms and residuals,
+# around attention, and around the activation.
+WIDTHS, HEADS, FFNS = 8, 3, 6
+
+Seconds = dict[str, float]  # by what they go to; see `CostModel.seconds`
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step asks of the GPUs. Attention's figures are those of one layer, by its window."""
+
+    num_tokens: int  # padded
+    num_rows: int  # that are sampled, padded
+    num_seqs: int
+    keys: Mapping[int | None, float]  # that attention reads, of all sequences
+    chunk_pairs: Mapping[int | None, float]  # a query and a key that it sees, of chunks alone
+
+
+def work_of(
+    scheduled: Sequence[ScheduledSequence],
+    num_tokens: int,
+    buckets: Buckets,
+    windows: Sequence[int | None],
+) -> Work:
+    """The work of what the scheduler chose, padded as the engine pads it.
+
+    Args:
+        windows: the kinds of layers.
+    """
+    lengths = [item.start + 1 for item in scheduled if item.num_tokens == 1]
+    chunks = [(item.start, item.num_tokens) for item in scheduled if item.num_tokens > 1]
+    rows = sum(item.samples for item in scheduled)
+    return Work(
+        num_tokens=buckets.fit(num_tokens, len(scheduled), decode_only=not chunks).num_tokens,
+        num_rows=buckets.fit_rows(rows, scoring=False) if rows else 0,
+        num_seqs=len(scheduled),
+        keys={
+            window: sum(seen(length, window) for length in lengths)
+            + sum(seen(start + count, window, count) for start, count in chunks)
+            for window in windows
+        },
+        chunk_pairs={
+            window: sum(pairs(start, count, window) for start, count in chunks)
+            for window in windows
+        },
+    )
+
+
+def seen(length: int, window: int | None, count: int = 1) -> int:
+    """Keys that the last `count` of `length` tokens see together."""
+    return length if window is None else min(length, window + count - 1)
+
+
+def pairs(start: int, count: int, window: int | None) -> int:
+    """Pairs of a query in [start, start + count) and a key that it sees."""
+    end = start + count
+    most = end if window is None else min(end, window)
+    growing = max(0, most - start)  # queries that see one key more than the one before
+    return count * most - growing * (growing - 1) // 2
+
+
+class CostModel:
+    """Prices the steps of one replica.
+
+    Args:
+        layout: the model on its GPUs.
+        kv_itemsize: bytes of an element of the pages.
+    """
+
+    def __init__(
+        self, gpu: GPU, calibration: Calibration, layout: Layout, kv_itemsize: int
+    ) -> None:
+        self.windows = tuple(dict.fromkeys(layer.window for layer in layout.spec.layers))
+        self._layers = Counter(layer.window for layer in layout.spec.layers)
+        self._gpu, self._fitted, self._layout = gpu, calibration, layout
+        self._kv_itemsize = kv_itemsize
+
+    @property
+    def num_stages(self) -> int:
+        return self._layout.pp
+
+    def host_seconds(self, num_seqs: int) -> float:
+        """Of the host's work for a step; the GPUs are busy with the one before meanwhile."""
+        return 1e-6 * (self._fitted.host_us + self._fitted.host_us_per_seq * num_seqs)
+
+    def seconds(self, work: Work) -> list[Seconds]:
+        """Of a step on the GPUs of each stage, by what bounds them: weights, KV, FLOPs,
+        activations, launches, collectives.
+        """
+        layout = self._layout
+        stages = [
+            self._stage(work, layers / len(layout.spec.layers), head=at == layout.pp - 1)
+            for at, layers in enumerate(layout.stages)
+        ]
+        for stage in stages[:-1]:
+            stage["collectives"] += self._hand_over(work.num_tokens)
+        return stages
+
+    def _stage(self, work: Work, share: float, head: bool) -> Seconds:
+        """Of one stage with a share of the layers."""
+        layout, spec, fitted, gpu = self._layout, self._layout.spec, self._fitted, self._gpu
+        itemsize, tp = layout.dtype.itemsize, layout.tp
+        flops = gpu.flops(itemsize)
+        num_layers = share * len(spec.layers)
+        T = work.num_tokens
+        weights, operations = self._product(layout.weights.layer, layout.layer_products, T)
+        weights, operations = num_layers * weights, num_layers * operations
+
+        heads, kv_heads = spec.num_heads // tp, spec.num_kv_heads // tp
+        keys = share * sum(count * work.keys[kind] for kind, count in self._layers.items())
+        kv = keys * 2 * kv_heads * spec.head_dim * self._kv_itemsize
+        chunks = share * sum(count * work.chunk_pairs[kind] for kind, count in self._layers.items())
+        attention = 4 * heads * spec.head_dim * chunks / (flops * fitted.prefill_share)
+
+        moved = WIDTHS * spec.width + HEADS * (heads + 2 * kv_heads) * spec.head_dim
+        moved += FFNS * spec.ffn // tp
+        bandwidth = gpu.bandwidth * fitted.weight_share
+        activations = num_layers * T * moved * itemsize / bandwidth
+        launches = num_layers * (fitted.layer_us + fitted.attention_us)
+        collectives = num_layers * 2 * self._all_reduce(T)
+        if head:
+            launches += fitted.step_us
+            read, computed = self._product(layout.weights.head, layout.head_products, work.num_rows)
+            weights, operations = weights + read, operations + computed
+            activations += work.num_rows * 4 * spec.vocab_rows // tp * 2 / bandwidth
+            collectives += self._all_reduce(T) + self._all_reduce(work.num_rows, width=2)
+        return {
+            "weights": weights,
+            "KV": kv / (gpu.bandwidth * fitted.kv_share),
+            "FLOPs": operations + attention,
+            "activations": activations,
+            "launches": 1e-6 * launches,
+            "collectives": collectives,
+        }
+
+    def _product(self, weight_bytes: int, products: int, rows: int) -> tuple[float, float]:
+        """Seconds of rows times weights: those bound by reading them, and those by computing.
+
+        Args:
+            products: multiplications a row.
+        """
+        if rows == 0:
+            return 0.0, 0.0
+        fitted = self._fitted
+        read = weight_bytes / (self._gpu.bandwidth * fitted.weight_share)
+        rate = self._gpu.flops(self._layout.dtype.itemsize) * fitted.gemm_share
+        compute = 2 * rows * products / rate
+        both = (read**fitted.overlap + compute**fitted.overlap) ** (1 / fitted.overlap)
+        # What bounds it is the larger; a product at its ridge belongs half to either.
+        share = read**fitted.overlap / (read**fitted.overlap + compute**fitted.overlap)
+        return both * share, both * (1 - share)
+
+    def _all_reduce(self, rows: int, width: int | None = None) -> float:
+        """Of [rows, D] over the GPUs that share a layer."""
+        layout = self._layout
+        if layout.tp == 1 or rows == 0:
+            return 0.0
+        size = rows * (width or layout.spec.width) * layout.dtype.itemsize
+        sent = 2 * size * (layout.tp - 1) / layout.tp  # a reduce-scatter and an all-gather
+        return 1e-6 * self._fitted.all_reduce_us + sent / self._rate
+
+    def _hand_over(self, num_tokens: int) -> float:
+        """Of the hidden states from a stage to the next."""
+        size = num_tokens * self._layout.spec.width * self._layout.dtype.itemsize
+        return 1e-6 * self._fitted.all_reduce_us / 2 + size / self._rate
+
+    @property
+    def _rate(self) -> float:
+        return self._gpu.link * self._fitted.link_share

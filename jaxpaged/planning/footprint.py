@@ -1,0 +1,149 @@
+"""What a model takes of each GPU's memory, and how many pages are left, without loading it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.models.decoder import Decoder, abstract_params
+from jaxpaged.models.spec import ModelSpec
+from jaxpaged.models.spread import spread_spec
+from jaxpaged.models.stages import stage_layers
+from jaxpaged.parallel.sharding import partition
+from jaxpaged.planning.hardware import GPU
+from jaxpaged.runtime.memory import FRAGMENTATION_MARGIN
+from jaxpaged.runtime.plan import EnginePlan, make_plan, model_dtype
+
+# What XLA sets aside for the largest steps of three models of `benchmarks/models`, compiled for an
+# H200 by JAX 0.11.2, is within 8 % of these multiples.
+TEMPORARY_FFNS, TEMPORARY_WIDTHS = 3, 3  # of a token in `forward`, in the model's dtype
+TEMPORARY_LOGITS = 4  # of a row in `sample`, in float32
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes of one GPU's part of the parameters."""
+
+    layer: int
+    embed: int
+    head: int
+    final_norm: int
+    tied: bool  # embedding and head are one table
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one replica of a model lies on tp x pp GPUs."""
+
+    spec: ModelSpec  # of all stages, with what `spread_spec` adds
+    dtype: jnp.dtype
+    tp: int
+    pp: int
+    weights: Weights
+
+    @classmethod
+    def of(cls, stored: ModelSpec, config: EngineConfig, tp: int, pp: int) -> Layout:
+        """Lay a model out.
+
+        Raises:
+            ValueError: it does not divide so.
+        """
+        spec = spread_spec(stored, tp)
+        stage_layers(spec, pp)
+        dtype = model_dtype(config, spec.dtype, "gpu")
+        return cls(spec, dtype, tp, pp, _weights(spec, dtype, tp))
+
+    @property
+    def stages(self) -> list[int]:
+        """Layers of each stage."""
+        return [len(layers) for layers in stage_layers(self.spec, self.pp)]
+
+    @property
+    def layer_products(self) -> int:
+        """Multiplications of a token with a GPU's part of a layer's matrices."""
+        s = self.spec
+        heads = 2 * s.num_heads + 2 * s.num_kv_heads  # queries and output, keys and values
+        return s.width * (heads * s.head_dim + 3 * s.ffn) // self.tp
+
+    @property
+    def head_products(self) -> int:
+        """The same of the head."""
+        return self.spec.width * self.spec.vocab_rows // self.tp
+
+    @property
+    def weight_bytes(self) -> list[int]:
+        """Of a GPU of each stage."""
+        stages = [self.weights.layer * layers for layers in self.stages]
+        stages[0] += self.weights.embed
+        stages[-1] += self.weights.final_norm
+        if self.pp > 1 or not self.weights.tied:
+            stages[-1] += self.weights.head
+        return stages
+
+    def plan(self, config: EngineConfig) -> EnginePlan:
+        """Sizes of an engine that serves, but for the number of its pages.
+
+        Raises:
+            ValueError: settings that contradict the model or each other.
+        """
+        config = dataclasses.replace(
+            config, tensor_parallel_size=self.tp, pipeline_parallel_size=self.pp
+        )
+        return make_plan(config, self.spec, self.dtype, "gpu", serving=True)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Where one GPU's memory goes, in bytes: the sum that `runtime.memory.page_budget` makes."""
+
+    limit: int  # XLA's share of the card
+    weights: int
+    state: int  # beside the pages: penalty counts, page tables, hidden rows, inputs in flight
+    temporaries: int  # of the largest step
+    margin: int
+
+    @property
+    def left(self) -> int:
+        """For pages; negative: so much is missing."""
+        return self.limit - self.weights - self.state - self.temporaries - self.margin
+
+
+def memory(gpu: GPU, config: EngineConfig, layout: Layout, plan: EnginePlan) -> list[Memory]:
+    """What an engine of this plan takes on a GPU of each stage."""
+    spec, shapes = layout.spec, plan.shapes
+    itemsize = layout.dtype.itemsize
+    limit = int(gpu.memory_bytes * config.gpu_memory_utilization)
+    slots = plan.max_num_seqs + 1
+    state = 4 * slots * (spec.vocab_rows + shapes.num_groups * shapes.pages_per_seq)
+    state += shapes.max_rows * spec.width * itemsize
+    state += 2 * 4 * shapes.input_sizes(plan.buckets)[-1]
+    per_token = TEMPORARY_FFNS * spec.ffn // layout.tp + TEMPORARY_WIDTHS * spec.width
+    per_row = 4 * TEMPORARY_LOGITS * spec.vocab_rows // layout.tp
+    temporaries = max(plan.max_num_batched_tokens * per_token * itemsize, shapes.max_rows * per_row)
+    margin = int(FRAGMENTATION_MARGIN * limit)
+    return [Memory(limit, size, state, temporaries, margin) for size in layout.weight_bytes]
+
+
+def _weights(spec: ModelSpec, dtype: jnp.dtype, tp: int) -> Weights:
+    """Sizes of the very parameters that an engine would make, of a model of one layer."""
+    one = dataclasses.replace(spec, layers=spec.layers[:1])
+    plan = make_plan(EngineConfig(), one, dtype, "gpu", serving=True)
+    sizes = {"layers_0": 0, "embed": 0, "lm_head": 0, "final_norm": 0}
+    for name, part in abstract_params(Decoder(one, plan.kv, dtype)).items():
+        for leaf in jax.tree.leaves(part, is_leaf=lambda x: isinstance(x, nn.meta.AxisMetadata)):
+            split = any(axis is not None for axis in partition(leaf.names))
+            count = math.prod(leaf.value.shape) // (tp if split else 1)
+            sizes[name] += count * leaf.value.dtype.itemsize
+    return Weights(
+        layer=sizes["layers_0"],
+        embed=sizes["embed"],
+        head=sizes["embed"] if spec.tie_embeddings else sizes["lm_head"],
+        final_norm=sizes["final_norm"],
+        tied=spec.tie_embeddings,
+    )

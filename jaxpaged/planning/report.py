@@ -1,0 +1,185 @@
+"""Tells a prediction: as text for people, as JSON for programs."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from typing import Any
+
+from jaxpaged.config import GIB, EngineConfig
+from jaxpaged.planning.options import PlanOptions
+from jaxpaged.planning.predict import Prediction, Served
+
+
+def flags(model: str, config: EngineConfig, options: PlanOptions, found: Prediction) -> list[str]:
+    """The command that serves the model as planned, on as many GPUs as it takes."""
+    tp, pp = options.tp, options.pp
+    if found.smallest is not None:
+        tp, pp = found.smallest.tp, found.smallest.pp
+    command = ["jaxpaged", "serve", model]
+    for flag, count in (("-tp", tp), ("-pp", pp), ("-dp", options.dp)):
+        command += [flag, str(count)] if count > 1 else []
+    if config.max_model_len is not None:
+        command += ["--max-model-len", str(found.plan.max_model_len)]
+    command += ["--max-num-seqs", str(found.advised_seqs)]
+    command += ["--max-num-batched-tokens", str(found.plan.max_num_batched_tokens)]
+    for name, value, default in (
+        ("--gpu-memory-utilization", config.gpu_memory_utilization, 0.92),
+        ("--dtype", config.dtype, "auto"),
+        ("--kv-cache-dtype", config.kv_cache_dtype, "auto"),
+        ("--block-size", config.block_size, 16),
+    ):
+        command += [name, str(value)] if value != default else []
+    return command
+
+
+def as_json(
+    model: str, config: EngineConfig, options: PlanOptions, found: Prediction
+) -> dict[str, Any]:
+    """All figures; sizes in bytes, times in the unit that their names tell."""
+    plan, taken = found.plan, found.memory
+    pool = None
+    if found.fits:
+        num_pages = plan.kv.num_pages - 1
+        pool = {
+            "pages": num_pages,
+            "tokens": num_pages * plan.kv.page_size // len(plan.kv.groups),
+            "page_bytes": max(plan.kv.part(layers).page_bytes for layers in plan.stages),
+            "concurrency_at_full_length": concurrency(config, found),
+        }
+    smallest = found.smallest
+    return {
+        "model": model,
+        "gpu": found.gpu.name,
+        "gpus": found.num_gpus,
+        "gpus_used": options.tp * options.pp * options.dp,
+        "tp": options.tp,
+        "pp": options.pp,
+        "dp": options.dp,
+        "calibrated_on": found.calibration.gpu,
+        "fits": found.fits,
+        "problem": found.problem,
+        "smallest": smallest and {"tp": smallest.tp, "pp": smallest.pp, "gpus": smallest.gpus},
+        "bytes_per_gpu": {
+            "limit": taken.limit,
+            "weights": taken.weights,
+            "state": taken.state,
+            "temporaries": taken.temporaries,
+            "margin": taken.margin,
+            "left_for_pages": taken.left,
+        },
+        "max_model_len": plan.max_model_len,
+        "pool": pool,
+        "trace": {
+            "lengths": options.trace,
+            "rate": "inf" if math.isinf(options.rate) else options.rate,
+            "requests": options.requests,
+            "shared_prefix": options.shared_prefix,
+        },
+        "predicted": None if found.served is None else _served(found.served),
+        "command": shlex.join(flags(model, config, options, found)),
+    }
+
+
+def concurrency(config: EngineConfig, found: Prediction) -> float:
+    """Sequences of the greatest length that the pool holds."""
+    plan = found.plan
+    return (plan.kv.num_pages - 1) / plan.needs(config).pages(plan.max_model_len)
+
+
+def _served(served: Served) -> dict[str, Any]:
+    latencies = {
+        f"{name.lower()}_ms": {f"p{p}": value for p, value in values.items()}
+        for name, values in served.latency_ms.items()
+    }
+    return {
+        "seconds": served.seconds,
+        "output_tokens_per_second": served.output_tokens_per_second,
+        "total_tokens_per_second": served.total_tokens_per_second,
+        **latencies,
+        "steps": served.steps,
+        "mean_batch": served.mean_batch,
+        "preemptions": served.preemptions,
+        "prefix_cache_hits": served.prefix_cache_hits,
+        "bound": next(iter(served.shares)),
+        "time_shares": served.shares,
+    }
+
+
+def as_text(model: str, config: EngineConfig, options: PlanOptions, found: Prediction) -> str:
+    """A page for people."""
+    gpu, taken, plan = found.gpu, found.memory, found.plan
+    used = options.tp * options.pp * options.dp
+    lines = [
+        f"on {used} x {gpu.name}: tensor parallel {options.tp}, pipeline {options.pp}, "
+        f"replicas {options.dp}",
+        f"{'fits' if found.fits else 'does not fit'}, in GiB on each GPU:",
+        *(
+            f"  {name:<36}{size / GIB:8.2f}"
+            for name, size in (
+                (f"limit ({config.gpu_memory_utilization:g} of the card)", taken.limit),
+                ("weights", taken.weights),
+                ("state, inputs", taken.state),
+                ("temporaries of the largest step", taken.temporaries),
+                ("margin", taken.margin),
+                ("left for KV pages", taken.left),
+            )
+        ),
+    ]
+    if used < found.num_gpus:
+        lines.insert(1, f"{found.num_gpus - used} of {found.num_gpus} GPUs are not used")
+    if not found.fits:
+        lines += _misfit(found)
+    if found.served is not None:
+        num_pages = plan.kv.num_pages - 1
+        tokens = num_pages * plan.kv.page_size // len(plan.kv.groups)
+        lines += [
+            f"pool: {num_pages:,} pages, {tokens:,} tokens, {concurrency(config, found):.1f} "
+            f"sequences of {plan.max_model_len:,} tokens at once",
+            "",
+            *_told(options, found.served),
+        ]
+    lines += ["", f"to run it: {shlex.join(flags(model, config, options, found))}"]
+    lines.append(_source(found))
+    return "\n".join(lines)
+
+
+def _misfit(found: Prediction) -> list[str]:
+    lines = [f"why not: {found.problem}"]
+    if found.memory.left <= 0:
+        lines[0] = f"why not: {-found.memory.left / GIB:.2f} GiB too much before the first page"
+    smallest = found.smallest
+    if smallest is None:
+        return [*lines, f"nor does it on any number of {found.gpu.name} that was tried"]
+    return [
+        *lines,
+        f"smallest that fits: {smallest.gpus} x {found.gpu.name}, -tp {smallest.tp} "
+        f"-pp {smallest.pp}",
+    ]
+
+
+def _told(options: PlanOptions, served: Served) -> list[str]:
+    rate = "at once" if math.isinf(options.rate) else f"at {options.rate:g} a second"
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in served.shares.items())
+    return [
+        f"{options.requests} requests, {options.trace}, {rate}: {served.seconds:.2f} s",
+        f"  tokens a second: {served.output_tokens_per_second:,.0f} put out, "
+        f"{served.total_tokens_per_second:,.0f} with prompts",
+        *(
+            f"  {name}, ms: " + ", ".join(f"p{p} {value:,.1f}" for p, value in values.items())
+            for name, values in served.latency_ms.items()
+        ),
+        f"  {served.steps:,} steps of {served.mean_batch:.1f} sequences, "
+        f"{served.preemptions} preemptions, {served.prefix_cache_hits:,} tokens from the prefix "
+        f"cache",
+        f"  bound by {next(iter(served.shares))}: {shares}",
+    ]
+
+
+def _source(found: Prediction) -> str:
+    if found.calibration.gpu == found.gpu.name:
+        return f"calibrated with runs on {found.gpu.name}; how well: docs/planning.md"
+    return (
+        f"not calibrated: {found.gpu.name} was not measured, the shares of its peaks that are "
+        f"reached are those of {found.calibration.gpu}"
+    )

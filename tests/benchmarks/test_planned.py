@@ -1,0 +1,124 @@
+"""Results as settings of the planner, and the fit of its figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import calibrate, plan_accuracy
+from benchmarks.common import RESULTS, markdown
+from benchmarks.planned import Setting, measured_settings, value
+from jaxpaged.planning.hardware import CALIBRATIONS, Calibration
+from jaxpaged.planning.lengths import Lengths
+
+LATENCIES = {"output tok/s": 1000.0, "TTFT p50": 20.0, "TPOT p50": 5.0, "E2E p50": 400.0}
+
+
+def write(folder: Path, name: str, command: str, **content: Any) -> None:
+    content = {"card": "NVIDIA H200", "model": "qwen3-0.6b", "dtype": "bfloat16"} | content
+    (folder / f"{name}.json").write_text(json.dumps({"command": command, **content}))
+
+
+def test_decode_results_are_read(tmp_path: Path) -> None:
+    rows = [{"batch": 1, "step ms": 1.5}, {"batch": 4, "step ms": 2.0}]
+    old = [{"batch": row["batch"], "step_ms": [2.5, row["step ms"], 1.25]} for row in rows]
+    new = [{"batch": 1, "seconds": {"1": [0.5, 0.25], "33": [2.0, 3.0]}}]
+    write(
+        tmp_path, "decode_latency_x", "python -m benchmarks.decode_latency -tp 2 --steps 8",
+        tensor_parallel_size=2, context=512, rows=rows, runs=old,
+    )  # fmt: skip
+    write(
+        tmp_path, "decode_latency_y", "python -m benchmarks.decode_latency --serving",
+        context=512, rows=rows[:1], runs=new,
+    )  # fmt: skip
+    one, four, serving = measured_settings(tmp_path)
+    assert (one.tp, one.pp, one.dp) == (2, 1, 1) and one.measured == {"step ms": 1.5}
+    assert one.fastest == four.fastest == 1e-3 * 8 * 1.25 and serving.fastest == 1.75
+    assert four.lengths == [Lengths(512, 9)] * 4
+    assert four.limits == {
+        "max_model_len": 528, "max_num_seqs": 4, "max_num_batched_tokens": 2048,
+    }  # fmt: skip
+    assert serving.limits["max_num_seqs"] == 256 and serving.lengths == [Lengths(512, 33)]
+
+
+def test_throughput_and_serving_results_are_read(tmp_path: Path) -> None:
+    write(
+        tmp_path, "offline_throughput_x",
+        "python -m benchmarks.offline_throughput --lengths sharegpt --requests 8 --seed 3",
+        rows=[{"requests": "8 x sharegpt", "output tok/s": 500.0}],
+        runs=[{"seconds": 3.0}, {"seconds": 2.0}],
+    )  # fmt: skip
+    write(
+        tmp_path, "serving_x",
+        "python -m benchmarks.serving --input-len 64 --output-len 8 -dp 2 --max-model-len 512",
+        lengths="64/8", rows=[{"rate": "4.0", "requests": 6, **LATENCIES},
+                              {"rate": "inf", "requests": 6, **LATENCIES}],
+    )  # fmt: skip
+    offline, slow, fast = measured_settings(tmp_path)
+    assert offline.fastest == 2.0 and slow.fastest is None
+    assert offline.limits["max_num_batched_tokens"] == 16384 and len(offline.lengths) == 8
+    assert (slow.dp, slow.rate, slow.seed, fast.seed) == (2, 4.0, 0, 1)
+    assert slow.limits["max_model_len"] == 512 and slow.lengths == [Lengths(64, 8)] * 6
+    calibration = Calibration.load(CALIBRATIONS / "h200.json")
+    expected = [each.plan(each.cost_model(calibration)) for each in (slow, fast)]
+    assert expected[0].keys() == slow.measured.keys()
+    assert expected[0]["output tok/s"] < expected[1]["output tok/s"]
+
+
+def test_what_is_not_understood_is_left_out(tmp_path: Path) -> None:
+    write(tmp_path, "decode_latency_a", "x", card=None, context=1, rows=[], runs=[])
+    write(tmp_path, "decode_latency_b", "x", model="unknown", context=1, rows=[], runs=[])
+    write(tmp_path, "startup", "x")
+    assert list(measured_settings(tmp_path)) == []
+
+
+def test_the_last_flag_counts() -> None:
+    flags = ["x", "-a", "1", "--b-c", "2", "-a", "3"]
+    assert (value(flags, "-a", 0), value(flags, "--b_c", 0.0), value(flags, "-z", 7)) == (3, 2.0, 7)
+
+
+@pytest.fixture(scope="module")
+def settings() -> list[Setting]:
+    return [s for s in measured_settings() if "0.6b" in s.file and s.tp * s.pp * s.dp == 1]
+
+
+def test_the_fit_finds_what_times_were_made_with(settings: list[Setting]) -> None:
+    truth = Calibration.load(CALIBRATIONS / "h200.json")
+    made = []
+    for setting in settings:
+        (figure,) = setting.plan(setting.cost_model(truth)).values()
+        steps = 1e-3 * (setting.lengths[0].output - 1)
+        outputs = sum(item.output for item in setting.lengths)
+        seconds = figure * steps if setting.is_decode else outputs / figure
+        made.append(dataclasses.replace(setting, fastest=seconds))
+    free = {name: calibrate.FREE[name] for name in ("weight_share", "layer_us")}
+    start = dataclasses.replace(truth, weight_share=0.5, layer_us=50.0)
+    found = calibrate.fit_to(made, start, free)
+    assert found.weight_share == pytest.approx(truth.weight_share, rel=0.02)
+    assert found.layer_us == pytest.approx(truth.layer_us, rel=0.02)
+
+
+def test_parts_that_were_measured_alone_are_in_the_file() -> None:
+    figures = json.loads((CALIBRATIONS / "h200.json").read_text())["coefficients"]
+    alone = {**calibrate.attention(), **calibrate.host(), "step_us": calibrate.step_us()}
+    assert {name: figures[name] for name in alone} == pytest.approx(alone, rel=1e-3)
+
+
+def test_the_table_is_what_the_planner_says(settings: list[Setting]) -> None:
+    content = json.loads((RESULTS / "plan_accuracy.json").read_text())
+    rows = {(row["result"], row["setting"], row["figure"]): row for row in content["rows"]}
+    calibration = Calibration.load(CALIBRATIONS / "h200.json")
+    for setting in settings:
+        for name, expected in setting.plan(setting.cost_model(calibration)).items():
+            row = rows[setting.file, setting.what, name]
+            assert row["expected"] == pytest.approx(expected, rel=1e-6)
+            assert row["measured"] == setting.measured[name]
+    document = plan_accuracy.DOCUMENT.read_text()
+    assert markdown(content["rows"]) in document
+    assert plan_accuracy.told(content["errors"]) in document
+    held_out = sum(row["run"] == "held out" for row in content["rows"])
+    assert held_out >= len(content["rows"]) / 2

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxpaged.core.buckets import Buckets
+from jaxpaged.core.scheduler_output import ScheduledSequence
+from jaxpaged.planning.cost_model import CostModel, Work, pairs, seen, work_of
+from jaxpaged.planning.footprint import Layout
+from jaxpaged.planning.hardware import GPUS, Calibration
+
+H200 = GPUS["H200"]
+BUCKETS = Buckets(256, 8192, "gpu")
+
+
+def work(tokens: int = 8, seqs: int = 8, keys: int = 8192, chunk_pairs: int = 0) -> Work:
+    return Work(tokens, seqs, seqs, {None: keys}, {None: chunk_pairs})
+
+
+works = st.builds(
+    work,
+    st.integers(1, 8192),
+    st.integers(1, 256),
+    st.integers(1, 1 << 20),
+    st.integers(0, 1 << 25),
+)
+
+
+def parts(cost: CostModel, step: Work) -> dict[str, float]:
+    """Of all stages together."""
+    stages = cost.seconds(step)
+    return {kind: sum(stage[kind] for stage in stages) for kind in stages[0]}
+
+
+def total(cost: CostModel, step: Work) -> float:
+    found = parts(cost, step)
+    assert all(seconds >= 0 for seconds in found.values())
+    return sum(found.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    works,
+    st.sampled_from(["bandwidth", "flops_16", "link"]),
+    st.floats(1.0, 8.0),
+    st.sampled_from([(1, 1), (2, 1), (4, 1), (1, 2), (2, 4)]),
+)
+def test_a_better_card_is_never_slower(
+    layouts: dict[tuple[int, int], Layout],
+    h200: Calibration,
+    step: Work,
+    figure: str,
+    factor: float,
+    shape: tuple[int, int],
+) -> None:
+    better = dataclasses.replace(H200, **{figure: factor * getattr(H200, figure)})
+    now, then = (CostModel(gpu, h200, layouts[shape], 2) for gpu in (H200, better))
+    assert total(then, step) <= total(now, step) * (1 + 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(works, st.sampled_from(["num_tokens", "num_rows", "keys", "chunk_pairs"]))
+def test_more_work_is_never_faster(cost: CostModel, step: Work, field: str) -> None:
+    old = getattr(step, field)
+    new = {None: 2 * old[None] + 1} if isinstance(old, dict) else old + 1
+    assert total(cost, dataclasses.replace(step, **{field: new})) >= total(cost, step)
+
+
+def test_what_bounds_a_step(cost: CostModel) -> None:
+    def bound(step: Work) -> str:
+        found = parts(cost, step)
+        return max(found, key=lambda kind: found[kind])
+
+    assert bound(work(8, 1, 1024)) == "weights"
+    assert bound(work(256, 256, 256 * 8192)) == "KV"
+    assert bound(work(8192, 16, 8192, 16 * 512 * 513 // 2)) == "FLOPs"
+
+
+def test_splitting_pays_for_itself_and_costs_exchanges(
+    layouts: dict[tuple[int, int], Layout], h200: Calibration
+) -> None:
+    step = work(256, 256, 256 * 1024)
+    one, two = (parts(CostModel(H200, h200, layouts[shape], 2), step) for shape in ((1, 1), (2, 1)))
+    assert two["KV"] == pytest.approx(one["KV"] / 2)
+    assert one["collectives"] == 0 < two["collectives"]
+    assert one["weights"] / 2 < two["weights"] + two["FLOPs"] < one["weights"] + one["FLOPs"]
+
+
+def test_stages_share_the_layers_and_the_last_has_the_head(
+    layouts: dict[tuple[int, int], Layout], h200: Calibration
+) -> None:
+    step = work(64, 64, 64 * 1024)
+    (whole,) = CostModel(H200, h200, layouts[1, 1], 2).seconds(step)
+    first, last = CostModel(H200, h200, layouts[1, 2], 2).seconds(step)
+    for kind in ("KV", "weights", "launches", "activations"):
+        assert first[kind] + last[kind] == pytest.approx(whole[kind])
+    assert first["KV"] > last["KV"]  # the last has fewer layers, since it has the head
+    assert first["weights"] == pytest.approx(last["weights"], rel=0.1)
+    assert first["collectives"] > last["collectives"] == 0
+
+
+@given(st.integers(0, 60), st.integers(1, 40), st.none() | st.integers(1, 50))
+def test_pairs_and_keys_are_counted(start: int, count: int, window: int | None) -> None:
+    most = 1 << 30 if window is None else window
+    visible = [range(max(0, p + 1 - most), p + 1) for p in range(start, start + count)]
+    assert pairs(start, count, window) == sum(map(len, visible))
+    assert seen(start + count, window, count) == len(set().union(*visible))
+
+
+def test_work_is_padded_as_the_engine_pads_it() -> None:
+    def item(start: int, count: int, samples: bool = True) -> ScheduledSequence:
+        return ScheduledSequence(None, start, count, 0, samples, 0, 0)  # type: ignore[arg-type]
+
+    decodes = [item(99, 1), item(9, 1), item(0, 1)]
+    step = work_of(decodes, 3, BUCKETS, (None, 16))
+    assert (step.num_tokens, step.num_rows, step.num_seqs) == (8, 8, 3)
+    assert step.keys == {None: 100 + 10 + 1, 16: 16 + 10 + 1}
+    assert step.chunk_pairs == {None: 0, 16: 0}
+
+    mixed = work_of([*decodes, item(0, 20, samples=False)], 23, BUCKETS, (None,))
+    assert (mixed.num_tokens, mixed.num_rows) == (32, 8)
+    assert mixed.keys == {None: 111 + 20} and mixed.chunk_pairs == {None: 210}
+    assert work_of([item(0, 20, samples=False)], 20, BUCKETS, (None,)).num_rows == 0

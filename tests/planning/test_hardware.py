@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxpaged.model_files import ModelFilesError
+from jaxpaged.planning.hardware import CALIBRATIONS, GPUS, Calibration, parse_gpus
+from jaxpaged.planning.options import PlanOptions
+
+
+def test_gpus_are_read() -> None:
+    assert parse_gpus("H200:8") == (GPUS["H200"], 8)
+    assert parse_gpus("a100-80") == (GPUS["A100-80"], 1)
+
+
+@pytest.mark.parametrize("text", ["", "H300:8", "H200:0", "H200:x", "H200:", "8"])
+def test_other_words_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="--gpus"):
+        parse_gpus(text)
+
+
+def test_every_card_tells_its_source_and_is_offered() -> None:
+    text = PlanOptions.__dataclass_fields__["gpus"].metadata["help"]
+    for name, gpu in GPUS.items():
+        assert gpu.name == name and gpu.source and name in text
+        assert gpu.flops(2) > gpu.flops(4)
+
+
+def test_what_was_not_measured_borrows_from_the_reference() -> None:
+    assert Calibration.of(GPUS["B200"]) == Calibration.of(GPUS["H200"])
+
+
+def test_shares_are_shares(h200: Calibration) -> None:
+    for name, figure in vars(h200).items():
+        if name.endswith("_share"):
+            assert 0 < figure <= 1
+        elif name != "gpu":
+            assert figure > 0
+    content = json.loads((CALIBRATIONS / "h200.json").read_text())
+    told = ", ".join(content["sources"]).split(", ")
+    assert sorted(told) == sorted(content["coefficients"])
+    assert content["fitted"]
+
+
+def test_calibration_files_that_do_not_serve(tmp_path: Path) -> None:
+    with pytest.raises(ModelFilesError, match="missing"):
+        Calibration.load(tmp_path / "none.json")
+    file = tmp_path / "part.json"
+    file.write_text('{"gpu": "H200", "coefficients": {"weight_share": 0.9}}')
+    with pytest.raises(ValueError, match="lacks gemm_share"):
+        Calibration.load(file)

@@ -1,0 +1,181 @@
+"""`jaxpaged plan` as a command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxpaged.cli import main
+from jaxpaged.planning.options import ENGINE_SETTINGS, PlanOptions
+from tests.planning.conftest import MODELS
+
+MODEL = str(MODELS / "qwen2.5-7b.json")
+QUICK = ("--requests", "16", "--trace", "fixed:512,16", "--max-model-len", "2048")
+
+
+def text_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def figures(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    return json.loads(text_of(capsys, *arguments, "--json"))
+
+
+def test_what_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    text = text_of(capsys, MODEL, *QUICK, "--gpus", "H200:4", "--tp", "2", "--rate", "8")
+    for words in (
+        "on 2 x H200: tensor parallel 2", "2 of 4 GPUs are not used", "fits", "weights", "7.09",
+        "pages", "sequences of 2,048 tokens at once", "at 8 a second", "tokens a second",
+        "TTFT, ms: p50", "ITL, ms: p50", "E2E, ms: p50", "p90", "p99", "preemptions", "steps of",
+        "bound by", "calibrated with runs on H200",
+    ):  # fmt: skip
+        assert words in text, words
+    assert "jaxpaged serve MODEL -tp 2 --max-model-len 2048 --max-num-seqs 256" in text
+
+
+def test_help_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["plan", "--help"])
+    assert done.value.code == 0
+    text = capsys.readouterr().out
+    for field in fields(PlanOptions):
+        assert f"--{field.name.replace('_', '-')}" in text
+        assert all(word.rstrip(",:;") in text for word in field.metadata["help"].split()[:3])
+    for name in ENGINE_SETTINGS:
+        assert f"--{name.replace('_', '-')}" in text
+    document = (MODELS.parents[1] / "docs" / "planning.md").read_text()
+    assert all(f"--{field.name.replace('_', '-')}" in document for field in fields(PlanOptions))
+
+
+def test_json_has_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    found = figures(capsys, MODEL, *QUICK)
+    assert found["fits"] and found["problem"] is None and found["smallest"] is None
+    assert found["bytes_per_gpu"]["left_for_pages"] == found["bytes_per_gpu"]["limit"] - sum(
+        found["bytes_per_gpu"][name] for name in ("weights", "state", "temporaries", "margin")
+    )
+    pool, predicted = found["pool"], found["predicted"]
+    assert pool["tokens"] == 16 * pool["pages"] == 2048 * pool["concurrency_at_full_length"]
+    # The prompts are one step, and each further token another.
+    assert predicted["steps"] == 16 and predicted["mean_batch"] == 16
+    assert predicted["prefix_cache_hits"] == 0
+    assert predicted["ttft_ms"]["p50"] < predicted["e2e_ms"]["p50"]
+    rate = predicted["output_tokens_per_second"]
+    assert rate * predicted["seconds"] == pytest.approx(16 * 16)
+    assert predicted["total_tokens_per_second"] == pytest.approx(rate * (512 + 16) / 16)
+    assert found["trace"]["rate"] == "inf" and predicted["bound"] in predicted["time_shares"]
+
+
+def test_the_same_command_gives_the_same_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (MODEL, "--requests", "32", "--rate", "30", "--max-model-len", "2048")
+    assert figures(capsys, *arguments) == figures(capsys, *arguments)
+
+
+def test_replicas_and_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    one = figures(capsys, MODEL, *QUICK)
+    two = figures(capsys, MODEL, *QUICK, "--gpus", "H200:2", "--dp", "2")
+    staged = figures(capsys, MODEL, *QUICK, "--gpus", "H200:2", "--pp", "2")
+    faster = [
+        found["predicted"]["output_tokens_per_second"]
+        / one["predicted"]["output_tokens_per_second"]
+        for found in (two, staged)
+    ]
+    assert 1 < faster[0] <= 2 and 1 < faster[1] <= 2
+    assert staged["bytes_per_gpu"]["weights"] < one["bytes_per_gpu"]["weights"]
+    assert two["bytes_per_gpu"]["weights"] == one["bytes_per_gpu"]["weights"]
+    assert "-dp 2" in two["command"] and "-pp 2" in staged["command"]
+
+
+def test_prefixes_save_time(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (MODEL, *QUICK, "--rate", "20")
+    alone, shared = (
+        figures(capsys, *arguments, "--shared-prefix", prefix)["predicted"]
+        for prefix in ("0", "496")
+    )
+    assert shared["prefix_cache_hits"] == 15 * 496
+    assert shared["ttft_ms"]["p90"] < alone["ttft_ms"]["p90"]
+    off = figures(
+        capsys, *arguments, "--shared-prefix", "496", "--no-enable-prefix-caching"
+    )["predicted"]  # fmt: skip
+    assert off["prefix_cache_hits"] == 0 and off["ttft_ms"] == alone["ttft_ms"]
+
+
+def test_a_wider_dtype_takes_twice_the_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    narrow, wide = (
+        figures(capsys, MODEL, *QUICK, "--dtype", dtype) for dtype in ("bfloat16", "float32")
+    )
+    assert wide["bytes_per_gpu"]["weights"] == 2 * narrow["bytes_per_gpu"]["weights"]
+    assert wide["pool"]["page_bytes"] == 2 * narrow["pool"]["page_bytes"]
+    assert wide["predicted"]["seconds"] > 2 * narrow["predicted"]["seconds"]
+    assert "--dtype float32" in wide["command"]
+
+
+def test_a_model_that_does_not_fit(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, large_config: dict[str, Any]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(large_config))
+    assert main(["plan", str(tmp_path), "--max-model-len", "2048"]) == 1
+    text = capsys.readouterr().out
+    assert "does not fit" in text and "GiB too much" in text
+    assert "smallest that fits: 2 x H200, -tp 2 -pp 1" in text
+    assert f"jaxpaged serve {tmp_path} -tp 2" in text
+    assert main(["plan", str(tmp_path), "--max-model-len", "2048", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["smallest"] == {"tp": 2, "pp": 1, "gpus": 2} and found["predicted"] is None
+    assert found["bytes_per_gpu"]["left_for_pages"] < 0 and found["pool"] is None
+
+
+def test_a_length_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", MODEL, "--gpus", "L40S", "--num-gpu-blocks-override", "100"]) == 1
+    text = capsys.readouterr().out
+    assert "does not fit" in text and "maximum model length is 1600" in text
+
+
+def test_a_card_that_was_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    text = text_of(capsys, MODEL, *QUICK, "--gpus", "A100-80")
+    assert "not calibrated: A100-80 was not measured" in text and "those of H200" in text
+
+
+def test_preemptions_lead_to_fewer_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    limits = ("--max-model-len", "640", "--num-gpu-blocks-override", "400")
+    found = figures(capsys, MODEL, "--trace", "fixed:512,128", "--requests", "24", *limits)
+    assert found["predicted"]["preemptions"] > 0
+    assert "--max-num-seqs 10" in found["command"]  # 400 pages of 16 tokens for 640 each
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--gpus", "H300:8"], "no such card"),
+        (["--gpus", "H200:8", "--tp", "16"], "needs 16 GPUs"),
+        (["--gpus", "H200:64", "--tp", "16"], "8 H200 of a host are linked"),
+        (["--gpus", "H200:8", "--tp", "8"], "num_attention_heads (28)"),
+        (["--gpus", "H200:64", "--pp", "32"], "28 layers"),
+        (["--trace", "fixed:512"], "--trace must be sharegpt or fixed:PROMPT,OUTPUT"),
+        (["--trace", "fixed:2000,100", "--max-model-len", "2048"], "2100 tokens"),
+        (["--max-model-len", "1m"], "max_position_embeddings"),
+        (["--rate", "0"], "rate must be more than 0"),
+        (["--requests", "0"], "requests must be at least 1"),
+        (["--calibration", "/nowhere.json"], "/nowhere.json is missing"),
+        (["--max-num-batched-tokens", "100"], "--max-num-batched-tokens 100"),
+    ],
+)
+def test_one_line_says_what_to_change(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    assert main(["plan", MODEL, *arguments]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and words in lines[0], lines
+
+
+def test_models_that_are_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name, content in (("empty", "{}"), ("broken", "{")):
+        (tmp_path / f"{name}.json").write_text(content)
+        assert main(["plan", str(tmp_path / f"{name}.json")]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+    assert main(["plan", str(tmp_path)]) == 2
+    assert "config.json is missing" in capsys.readouterr().err
