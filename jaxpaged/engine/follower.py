@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import subprocess
 import sys
@@ -10,8 +9,6 @@ import sys
 import msgspec
 
 from jaxpaged.config import EngineConfig
-
-log = logging.getLogger(__name__)
 
 
 def follow(config: EngineConfig) -> int:

@@ -90,7 +90,7 @@ def test_gemma_at_8k_holds_a_third_of_all_full_layers_at_most() -> None:
 def test_the_stage_that_can_hold_fewest_pages_decides() -> None:
     config = EngineConfig(pipeline_parallel_size=2, max_model_len=64)
     spec = load_spec(LLAMA | {"num_hidden_layers": 3})
-    made = make_plan(config, spec, jnp.dtype("float32"), CPU, serving=True)
+    made = make_plan(config, spec, jnp.dtype("float32"), "cpu", serving=True)
     assert made.stages == (range(2), range(2, 3))
     page = made.kv.page_bytes // 3
     assert made.with_pages(config, 2 * page * 21, page * 31).kv.num_pages == 20 + 1
