@@ -147,27 +147,35 @@ def _sampling(args: argparse.Namespace) -> dict:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    from jaxpaged.engine.follower import follow
     from jaxpaged.server.service import serve
 
     log_to_stderr(args.uvicorn_log_level)
     settings = collect(ServerConfig, args)
     if not settings["api_key"] and API_KEY_VARIABLE in os.environ:
         settings["api_key"] = (os.environ[API_KEY_VARIABLE],)
-    return serve(EngineConfig(**_engine_settings(args)), ServerConfig(**settings))
+    engine_config, config = EngineConfig(**_engine_settings(args)), ServerConfig(**settings)
+    return follow(engine_config) if engine_config.host_id else serve(engine_config, config)
 
 
 def _generate(args: argparse.Namespace) -> int:
+    from jaxpaged.engine.follower import follow
     from jaxpaged.terminal import generate
 
     log_to_stderr("warning")
+    if args.host_id:
+        return follow(EngineConfig(**_engine_settings(args)))
     prompts = args.prompt or [sys.stdin.read()]
     return generate(_engine_settings(args), prompts, _sampling(args))
 
 
 def _chat(args: argparse.Namespace) -> int:
+    from jaxpaged.engine.follower import follow
     from jaxpaged.terminal import chat
 
     log_to_stderr("warning")
+    if args.host_id:
+        return follow(EngineConfig(**_engine_settings(args)))
     return chat(_engine_settings(args), args.system, _sampling(args))
 
 
