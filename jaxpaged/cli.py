@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             name, *rest = arguments
             arguments = [name, *with_config_file(commands[name], rest)]
         args = parser.parse_args(arguments)
-        return args.run(args)
+        # Whatever host 0 does: the others load neither a server nor, in this process, JAX.
+        return _follow(args) if getattr(args, "host_id", 0) else args.run(args)
     except (ValueError, OSError, ImportError) as error:
         log.debug("%s", error, exc_info=True)
         print(f"jaxpaged: {_one_line(error)}", file=sys.stderr)
@@ -146,36 +147,34 @@ def _sampling(args: argparse.Namespace) -> dict:
     return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
-def _serve(args: argparse.Namespace) -> int:
+def _follow(args: argparse.Namespace) -> int:
     from jaxpaged.engine.follower import follow
+
+    return follow(EngineConfig(**_engine_settings(args)))
+
+
+def _serve(args: argparse.Namespace) -> int:
     from jaxpaged.server.service import serve
 
     log_to_stderr(args.uvicorn_log_level)
     settings = collect(ServerConfig, args)
     if not settings["api_key"] and API_KEY_VARIABLE in os.environ:
         settings["api_key"] = (os.environ[API_KEY_VARIABLE],)
-    engine_config, config = EngineConfig(**_engine_settings(args)), ServerConfig(**settings)
-    return follow(engine_config) if engine_config.host_id else serve(engine_config, config)
+    return serve(EngineConfig(**_engine_settings(args)), ServerConfig(**settings))
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from jaxpaged.engine.follower import follow
     from jaxpaged.terminal import generate
 
     log_to_stderr("warning")
-    if args.host_id:
-        return follow(EngineConfig(**_engine_settings(args)))
     prompts = args.prompt or [sys.stdin.read()]
     return generate(_engine_settings(args), prompts, _sampling(args))
 
 
 def _chat(args: argparse.Namespace) -> int:
-    from jaxpaged.engine.follower import follow
     from jaxpaged.terminal import chat
 
     log_to_stderr("warning")
-    if args.host_id:
-        return follow(EngineConfig(**_engine_settings(args)))
     return chat(_engine_settings(args), args.system, _sampling(args))
 
 

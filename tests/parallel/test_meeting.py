@@ -129,10 +129,10 @@ def test_strangers_neither_join_nor_read_nor_disturb(coordinator: str) -> None:
 
 
 def test_a_number_that_two_hosts_have_goes_to_the_first(coordinator: str) -> None:
-    met = meet_all(coordinator, 3, [0, 1, 1], timeout=1.5)
+    met = meet_all(coordinator, 3, [0, 1, 1], timeout=0.5)
     assert sum(each == "two hosts have --host-id 1; this one came later" for each in met) == 1
     assert any(re.search("host 2 did not join|still waits", str(each)) for each in met[1:])
-    assert "host 2 did not join within 1.5 s" in str(met[0])
+    assert "host 2 did not join within 0.5 s" in str(met[0])
 
 
 def test_a_host_may_come_again_after_it_gave_up(coordinator: str) -> None:
@@ -145,7 +145,7 @@ def test_a_host_may_come_again_after_it_gave_up(coordinator: str) -> None:
 
 
 def test_another_setting_is_named(coordinator: str) -> None:
-    leader, follower = meet_all(coordinator, 2, [0, 1], timeout=1.0, **{"--seed": "1"})
+    leader, follower = meet_all(coordinator, 2, [0, 1], timeout=0.5, **{"--seed": "1"})
     assert follower == "host 1 differs from host 0 in --seed (1, not 0)"
     assert "host 1 did not join" in str(leader)
 

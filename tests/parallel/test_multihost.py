@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import tiny_models
-from engine_runs import NUM_NEW, sampled, small
+from engine_runs import ALL_AT_ONCE, NUM_NEW, sampled, small
 from safetensors.numpy import load_file
 
 from jaxpaged.engine.engine_core import EngineCore
@@ -26,8 +26,10 @@ ROOT = Path(__file__).parents[2]
 MODEL = "llama-biases-linear"
 REFERENCES = ROOT / "tests" / "fixtures" / "references.safetensors"
 SERVE = [
-    *("-m", "jaxpaged", "serve", "--skip-tokenizer-init", "--enforce-eager", "--port", "0"),
-    *("-tp", "2", "--num-hosts", "2", "--max-num-seqs", "2", "--max-model-len", "64"),
+    *("-m", "jaxpaged", "serve", "--skip-tokenizer-init", "--port", "0", "--num-hosts", "2"),
+    # As in `engine_runs.small`, for what it compiled.
+    *("-tp", "4", "--enforce-eager", "--max-num-seqs", "2", "--max-num-batched-tokens", "16"),
+    *("--max-logprobs", "4", "--max-model-len", "64", "--num-gpu-blocks-override", "5"),
 ]
 
 
@@ -85,7 +87,8 @@ def test_greedy_tokens_do_not_depend_on_the_hosts(report: dict[str, Any]) -> Non
 
 
 def test_drawn_tokens_do_not_either(report: dict[str, Any], folder: Path) -> None:
-    one = sampled(EngineCore(small(folder, 1, 1, compile_cache_dir=None)))
+    core = EngineCore(small(folder, 1, 1, compile_cache_dir=None))
+    one = sampled(core, ALL_AT_ONCE)
     for kind, expected in one.items():
         found = report["sampled"][kind]
         assert found["tokens"] == expected["tokens"]
@@ -109,10 +112,12 @@ def test_stored_executables_are_used_and_a_dead_leader_takes_its_followers_along
     assert not Path(f"/proc/{child}").exists()
 
 
+@pytest.mark.usefixtures("report")  # whose executables are stored
 def test_a_follower_that_dies_ends_the_server_and_its_requests(folder: Path) -> None:
     coordinator = ("--distributed-coordinator", f"127.0.0.1:{free_port('127.0.0.1')}")
-    command = [*SERVE, "--model", str(folder), *coordinator, "--host-id"]
-    leader, follower = (start(folder / f"{i}.log", 1, *command, str(i)) for i in range(2))
+    place = ("--model", str(folder), "--compile-cache-dir", str(folder / "cache"))
+    command = [*SERVE, *place, *coordinator, "--host-id"]
+    leader, follower = (start(folder / f"{i}.log", 2, *command, str(i)) for i in range(2))
     try:
         url = printed(leader, r"http://[^\s:]+:\d+") + "/v1/completions"
         body = {"model": str(folder), "prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0}
