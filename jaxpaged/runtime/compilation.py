@@ -77,8 +77,8 @@ def compile_options(
         # JAX 0.11.2, the weight products of 28 Qwen2.5-7B layers with residuals and SiLU, without
         # norms, attention and head: 4.29 -> 4.16 ms at 64 tokens, 4.55 -> 4.29 at 128, 5.95 -> 5.96
         # at 256; compiling 7 layers 2.0-2.7 -> 0.3-0.4 s. A whole step of Qwen3-0.6B, width 1024,
-        # at 64 tokens takes 8 % longer so. Other sizes were not measured. Of 8-bit integers cuBLASLt
-        # would have a copy in bfloat16, which Triton's products need not (read in their HLO).
+        # at 64 tokens takes 8 % longer so. Other sizes were not measured, nor quantized weights:
+        # of 8-bit integers cuBLASLt wants a bfloat16 copy, which Triton's products do without.
         return {"xla_gpu_enable_triton_gemm": False}
     return {}
 

@@ -47,6 +47,8 @@ def read_scales(path: Path) -> dict[str, np.ndarray]:
         return {name: np.asarray(value, np.float32) for name, value in read_json(path).items()}
     except FileNotFoundError:
         raise ModelFilesError(f"{path} is missing") from None
+    except ModelFilesError:
+        raise
     except (SafetensorError, OSError, ValueError, TypeError) as error:
         raise ModelFilesError(f"{path} is unreadable: {error}") from error
 
