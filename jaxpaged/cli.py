@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             name, *rest = arguments
             arguments = [name, *with_config_file(commands[name], rest)]
         args = parser.parse_args(arguments)
-        return args.run(args)
+        # Whatever host 0 does: the others load neither a server nor, in this process, JAX.
+        return _follow(args) if getattr(args, "host_id", 0) else args.run(args)
     except (ValueError, OSError, ImportError) as error:
         log.debug("%s", error, exc_info=True)
         print(f"jaxpaged: {_one_line(error)}", file=sys.stderr)
@@ -144,6 +145,12 @@ def _engine_settings(args: argparse.Namespace) -> dict:
 def _sampling(args: argparse.Namespace) -> dict:
     names = (*SAMPLING, "stop")
     return {name: value for name in names if (value := getattr(args, name)) is not None}
+
+
+def _follow(args: argparse.Namespace) -> int:
+    from jaxpaged.engine.follower import follow
+
+    return follow(EngineConfig(**_engine_settings(args)))
 
 
 def _serve(args: argparse.Namespace) -> int:

@@ -77,7 +77,7 @@ class EngineConfig:
         ),
     )
     tensor_parallel_size: int = setting(
-        1, "devices of this host that share the model, each holding a part of it", short="-tp"
+        1, "devices that share the model, each holding a part of it", short="-tp"
     )
     pipeline_parallel_size: int = setting(
         1,
@@ -88,6 +88,18 @@ class EngineConfig:
         1,
         "engines of the whole model, each a process on devices of its own, behind one server",
         short="-dp",
+    )
+    num_hosts: int = setting(
+        1, "hosts that run one model together; each runs the same command with its own --host-id"
+    )
+    host_id: int = setting(
+        0, "which of the hosts this is; 0 serves, the others follow it and take no requests"
+    )
+    distributed_coordinator: str | None = setting(
+        None, "where host 0 waits for the others: its address and a free port", metavar="HOST:PORT"
+    )
+    distributed_timeout: float = setting(
+        300.0, "until all hosts must have come together", metavar="SECONDS"
     )
     seed: int = setting(0, "origin of every random draw that has no seed of its own")
     generation_config: str = setting(
@@ -175,7 +187,7 @@ class EngineConfig:
 
     @property
     def num_devices(self) -> int:
-        """Devices of one engine."""
+        """Devices of one engine, on all of its hosts."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def __post_init__(self) -> None:
@@ -190,6 +202,7 @@ class EngineConfig:
             "tensor_parallel_size",
             "pipeline_parallel_size",
             "data_parallel_size",
+            "num_hosts",
             "kv_cache_memory_bytes",
             "num_gpu_blocks_override",
             "max_num_batched_tokens",
@@ -199,6 +212,7 @@ class EngineConfig:
         ):
             value = getattr(self, name)
             require(self, name, value is None or value >= 1, "at least 1")
+        _check_hosts(self)
         require(self, "max_logprobs", self.max_logprobs >= 0, "at least 0")
         require(
             self,
@@ -227,3 +241,35 @@ class EngineConfig:
         ):
             choices = self.__dataclass_fields__[f].metadata["choices"]
             require(self, f, getattr(self, f) in choices, "one of " + ", ".join(choices))
+
+
+def _check_hosts(config: EngineConfig) -> None:
+    if (config.num_hosts > 1) != (config.distributed_coordinator is not None):
+        raise ValueError("num_hosts and distributed_coordinator need each other")
+    where = config.distributed_coordinator
+    require(
+        config,
+        "distributed_coordinator",
+        where is None or re.fullmatch(r"[^\s:]+:[1-9]\d{0,4}", where) is not None,
+        "like 10.0.0.1:9100",
+    )
+    require(config, "host_id", 0 <= config.host_id < config.num_hosts, "less than num_hosts")
+    require(config, "distributed_timeout", config.distributed_timeout > 0, "above 0")
+    require(
+        config,
+        "tensor_parallel_size",
+        config.tensor_parallel_size % config.num_hosts == 0,
+        f"a multiple of num_hosts, {config.num_hosts}: every host has as many of the devices",
+    )
+    require(
+        config,
+        "data_parallel_size",
+        config.num_hosts == 1 or config.data_parallel_size == 1,
+        "1 with several hosts, which run one engine",
+    )
+    require(
+        config,
+        "pipeline_parallel_size",
+        config.num_hosts == 1 or config.pipeline_parallel_size == 1,
+        "1 with several hosts: tensor_parallel_size spans them",
+    )

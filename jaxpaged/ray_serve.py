@@ -55,6 +55,7 @@ NOT_HERE = {  # settings of a server that replicas cannot have
     ),
     "shutdown_timeout": "is set as graceful_shutdown_timeout_s of the deployment Engine",
     "data_parallel_size": "is Ray's to set: num_replicas of Engine",
+    "num_hosts": "is for `jaxpaged serve`: a replica lies on one machine",
     "api_server_count": "is Ray's to set: num_replicas of Front",
     "enable_admin": "is for one server: its routes would reach one replica of many",
 }
@@ -109,7 +110,13 @@ def deployed(
 
     Args:
         options: Ray's for the deployment `Engine`, over those that are set here.
+
+    Raises:
+        ValueError: several engines or hosts are set.
     """
+    for name in ("data_parallel_size", "num_hosts"):
+        if getattr(engine_config, name) > 1:
+            raise ValueError(f"{name} {NOT_HERE[name]}")
     gpus = engine_config.num_devices
     quiet = {"enable_access_log": False}  # jaxpaged has its own: --enable-log-requests
     engine = serve.deployment(Engine, name="Engine").options(

@@ -16,7 +16,8 @@ step "format" ruff format --check --quiet
 step "lint" ruff check --quiet
 step "imports" lint-imports --no-cache --no-logo
 step "types" mypy
-step "tests" python -m pytest "$@"
+# Two workers, files whole: what a file's tests share is made once. Much of the time goes to waiting.
+step "tests" python -m pytest --numprocesses 2 --dist loadfile "$@"
 
 if ((${#failed[@]})); then
   echo "FAILED: ${failed[*]}" >&2

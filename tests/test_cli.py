@@ -13,6 +13,7 @@ import jaxpaged
 import jaxpaged.cli
 import jaxpaged.server.service
 from jaxpaged.config import EngineConfig
+from jaxpaged.engine import follower
 from jaxpaged.server_config import ServerConfig
 
 
@@ -45,6 +46,36 @@ def failure(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 def test_defaults(served: list):
     assert jaxpaged.cli.main(["serve"]) == 0
     assert served == [(EngineConfig(), ServerConfig())]
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat"])
+def test_hosts_but_the_first_follow(
+    command: str, served: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    followed: list[EngineConfig] = []
+    monkeypatch.setattr(follower, "follow", lambda config: followed.append(config) or 0)
+    hosts = ["-tp", "4", "--num-hosts", "2", "--distributed-coordinator", "10.0.0.1:9100"]
+    assert jaxpaged.cli.main([command, "--host-id", "1", *hosts]) == 0
+    (config,) = followed
+    assert (config.host_id, config.num_hosts, served) == (1, 2, [])
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--num-hosts 2", "num_hosts and distributed_coordinator need each other"),
+        ("--distributed-coordinator a:1", "num_hosts and distributed_coordinator need each other"),
+        ("--num-hosts 2 --distributed-coordinator a", "like 10.0.0.1:9100"),
+        ("--num-hosts 2 --distributed-coordinator a:1 -tp 2 --host-id 2", "less than num_hosts"),
+        ("--num-hosts 2 --distributed-coordinator a:1 -tp 3", "multiple of num_hosts, 2"),
+        ("--num-hosts 2 --distributed-coordinator a:1 -tp 2 -dp 2", "data_parallel_size must be 1"),
+        ("--num-hosts 2 --distributed-coordinator a:1 -tp 2 -pp 2", "pipeline_parallel_size must"),
+    ],
+)
+def test_hosts_that_do_not_add_up(
+    flags: str, reason: str, served: list, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert reason in failure(capsys, "serve", *flags.split())
 
 
 def test_flags_reach_the_settings(served: list):

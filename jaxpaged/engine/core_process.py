@@ -13,8 +13,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 import zmq
@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 IDLE_POLL_MS = 1000  # how often an idle core looks whether its parent still lives
 LAST_WORDS_MS = 30_000  # most that the end waits for a front end to hear the reason
+LOSS_SECONDS = 2.0  # until a host's end is noticed, after a computation may have failed for it
 PICTURE_SHARE = 0.01  # most of a busy loop's time that pictures of the pool should take
 PICTURE_SECONDS = 1.0  # most between two of them, if they are wanted
 
@@ -161,15 +162,30 @@ def main() -> int:
     source.set_hwm(0)
     source.bind(args.input)
     sinks = [_connect(context, address) for address in args.output]
+
+    def die(reason: str) -> NoReturn:
+        """End at once, from any thread: JAX would wait for the other hosts."""
+        last = zmq.Context()
+        for address in args.output:
+            _connect(last, address).send(msgspec.msgpack.encode(EngineDead(reason)))
+        last.destroy(linger=LAST_WORDS_MS)
+        os._exit(1)
+
     try:
-        CoreServer(_start(config, args.replica, began), source, sinks, parent).run()
+        core = _start(config, args.replica, began, die)
+        CoreServer(core, source, sinks, parent).run()
+        core.end()
         context.destroy(linger=0)  # nobody listens any more
         return 0
     except StartupError as error:
         reason = str(error)
     except BaseException as error:
+        if config.num_hosts > 1:
+            time.sleep(LOSS_SECONDS)  # a host that is gone makes computing fail: `die` tells of it
         log.exception("the engine core failed")
         reason = f"the engine core failed: {type(error).__name__}: {error}".splitlines()[0]
+    if config.num_hosts > 1:
+        die(reason)
     for sink in sinks:
         sink.send(msgspec.msgpack.encode(EngineDead(reason)))
         sink.close(linger=LAST_WORDS_MS)
@@ -180,16 +196,22 @@ class StartupError(Exception):
     """Settings, model or memory do not fit together: one line that says what to change."""
 
 
-def _start(config: EngineConfig, replica: int, began: float) -> EngineCore:
+def _start(
+    config: EngineConfig, replica: int, began: float, on_loss: Callable[[str], None]
+) -> EngineCore:
     # Imported here: the share of GPU memory must be settled before JAX starts its backend, and
     # the time that the import takes is reported.
     from jaxpaged.engine.engine_core import EngineCore
     from jaxpaged.runtime.memory import claim_gpu_memory
+    from jaxpaged.runtime.multi_host import join_hosts
 
     claim_gpu_memory(config.gpu_memory_utilization)
     imported = time.perf_counter() - began
     try:
-        return EngineCore(config, serving=True, replica=replica, import_seconds=imported)
+        group = join_hosts(config, on_loss)
+        return EngineCore(
+            config, serving=True, replica=replica, import_seconds=imported, group=group
+        )
     except (ValueError, OSError) as error:
         raise StartupError(str(error)) from error
 

@@ -34,6 +34,7 @@ from jaxpaged.engine.messages import (
 )
 from jaxpaged.grammar import GrammarError
 from jaxpaged.model_files import tokenizer_file
+from jaxpaged.parallel.hosts import Group
 from jaxpaged.runtime.batch_builder import StepInput
 from jaxpaged.runtime.grammar import Grammars, GrammarState
 from jaxpaged.runtime.model_runner import InFlight, StepResult
@@ -52,6 +53,7 @@ class EngineCore:
         serving: the defaults of a server.
         replica: which of several engines of equal settings; each draws other seeds.
         import_seconds: what the start took so far.
+        group: the hosts that run the model together, of which this one leads; None: this one.
     """
 
     def __init__(
@@ -61,13 +63,15 @@ class EngineCore:
         serving: bool = False,
         replica: int = 0,
         import_seconds: float = 0.0,
+        group: Group | None = None,
     ) -> None:
         begin = time.perf_counter()
         self._grammars = Grammars(functools.partial(tokenizer_file, config))
         if serving and not config.skip_tokenizer_init:
             self._grammars.warm_up()  # while weights are read and executables compiled
         self._compiling: list[tuple[AddRequest, int, Future[GrammarState]]] = []
-        started = start_runner(config, serving=serving)
+        # Hosts that follow know nothing of what the leader's engine is for.
+        started = start_runner(config, serving=serving or group is not None, group=group)
         self._runner = started.runner
         plan = self._runner.plan
         # Steps that stay in flight while the next is prepared: one for each stage of a pipeline.
@@ -199,6 +203,12 @@ class EngineCore:
     def command(self, command: Command) -> CommandDone:
         """Do what an operator asks for."""
         return run_command(command, self._scheduler)
+
+    def end(self) -> None:
+        """Have the other hosts end, if there are some; the engine is of no use afterwards."""
+        followers = self._runner.stages[0].followers
+        if followers is not None:
+            followers.end()
 
     @property
     def has_work(self) -> bool:

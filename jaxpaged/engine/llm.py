@@ -22,7 +22,9 @@ from jaxpaged.engine.messages import AddRequest, EngineInfo
 from jaxpaged.engine.output_processor import OutputProcessor
 from jaxpaged.engine.tokenizer import Tokenizer, generation_defaults
 from jaxpaged.outputs import RequestOutput
+from jaxpaged.parallel.hosts import end_process
 from jaxpaged.runtime.memory import claim_gpu_memory
+from jaxpaged.runtime.multi_host import join_hosts
 from jaxpaged.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -51,6 +53,8 @@ class LLM:
                 "an LLM is one engine in this process: data_parallel_size "
                 f"{self.config.data_parallel_size} needs `jaxpaged serve` or AsyncLLM"
             )
+        if self.config.host_id:
+            raise ValueError("only host 0 makes an LLM: the others run `jaxpaged generate`")
         if xla_bridge.backends_are_initialized():
             log.info("the JAX backend runs already: its own memory limit holds")
         else:
@@ -67,7 +71,8 @@ class LLM:
         self._defaults = (
             generation_defaults(folder) if self.config.generation_config == "auto" else {}
         )
-        self._core = EngineCore(self.config)
+        group = join_hosts(self.config, end_process)
+        self._core = EngineCore(self.config, group=group)
         self._grammars = None if self.tokenizer is None else GrammarChecker(self.tokenizer.file)
         self._inputs = InputProcessor(self._core.info, self.tokenizer, self._grammars)
         self._outputs = OutputProcessor(self.tokenizer)
@@ -89,6 +94,7 @@ class LLM:
         """Give back the device memory; the instance is of no use afterwards."""
         if self._grammars is not None:
             self._grammars.close()
+        self._core.end()
         del self._core
 
     @property

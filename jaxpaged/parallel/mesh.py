@@ -31,24 +31,36 @@ def make_mesh(
 
 
 def stage_devices(tensor: int, stages: int) -> list[list[jax.Device]]:
-    """The first devices of this host, dealt out to the stages that share one model.
+    """The first devices of each host, dealt out to the stages that share one model.
 
     Args:
-        tensor: devices of a stage.
+        tensor: devices of a stage; all of them divide by the number of hosts.
 
     Raises:
-        ValueError: there are fewer.
+        ValueError: a host has fewer.
     """
-    devices, needed = jax.local_devices(), tensor * stages
-    if len(devices) < needed:
-        platform = devices[0].platform
-        flags = {"--tensor-parallel-size": tensor, "--pipeline-parallel-size": stages}
-        asked = " with ".join(f"{flag} {size}" for flag, size in flags.items() if size > 1)
-        hint = f"; JAX_NUM_CPU_DEVICES={needed} splits it" if platform == "cpu" else ""
-        raise ValueError(
-            f"{asked} needs {needed} devices; this host shows {len(devices)} ({platform}){hint}"
-        )
-    return [devices[stage * tensor : (stage + 1) * tensor] for stage in range(stages)]
+    num_hosts = jax.process_count()
+    found, needed = [], tensor * stages // num_hosts
+    for host_id in range(num_hosts):
+        shown = jax.local_devices(process_index=host_id)
+        if len(shown) < needed:
+            raise ValueError(_too_few(tensor, stages, needed, shown))
+        found += shown[:needed]
+    return [found[stage * tensor : (stage + 1) * tensor] for stage in range(stages)]
+
+
+def _too_few(tensor: int, stages: int, needed: int, shown: Sequence[jax.Device]) -> str:
+    first, num_hosts = shown[0], jax.process_count()
+    flags = {"--tensor-parallel-size": tensor, "--pipeline-parallel-size": stages}
+    asked = " with ".join(f"{flag} {size}" for flag, size in flags.items() if size > 1)
+    hint = f"; JAX_NUM_CPU_DEVICES={needed} splits it" if first.platform == "cpu" else ""
+    on_each, host = "", "this host"
+    if num_hosts > 1:
+        on_each, host = f" on each of {num_hosts} hosts", f"host {first.process_index}"
+    return (
+        f"{asked} needs {needed} devices{on_each}; {host} shows {len(shown)} "
+        f"({first.platform}){hint}"
+    )
 
 
 def model_mesh(devices: Sequence[jax.Device]) -> Mesh | None:

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import flax.linen as nn
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpaged.parallel.mesh import MODEL
@@ -94,3 +95,13 @@ def split_attention(attend: Callable[..., Any], mesh: Mesh) -> Callable[..., Any
 def replicated(mesh: Mesh) -> NamedSharding:
     """Whole on every device: tokens, tables and hidden states."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def put(array: np.ndarray | jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Onto devices, also of several hosts: each has the whole array, and sends its own ones theirs.
+
+    `jax.device_put` would first compare the hosts' arrays, over the network.
+    """
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

@@ -129,12 +129,11 @@ class Executables(Generic[Key]):
         if compiled is None:
             self.late_compilations += 1
             log.info("compiling %s on first use", key)
-            compiled = self._load(key)
-            if compiled is None:
+            if self._take({key: self._load(key)}):
                 program = self._program(key)
                 with _without_jax_cache():
-                    compiled = self._compile(key, program.lower(), program.options)
-            self._compiled[key] = compiled
+                    self._compiled[key] = self._compile(key, program.lower(), program.options)
+            compiled = self._compiled[key]
         return compiled
 
     def adopt(self, others: Executables[Key]) -> None:
@@ -159,6 +158,20 @@ class Executables(Generic[Key]):
         if compiled is not None:
             self._loaded[key] = path
         return compiled
+
+    def _take(self, found: Mapping[Key, jax.stages.Compiled | None]) -> list[Key]:
+        """Keep what was loaded; the keys that are left to compile.
+
+        Hosts that share a mesh load all of it or compile all of it: on GPUs they exchange what
+        compiling tries out.
+        """
+        loaded = {key: compiled for key, compiled in found.items() if compiled is not None}
+        least = None if self._store is None else self._store.least_of_hosts
+        if least is not None and least(len(loaded)) < len(found):
+            self._loaded = {key: path for key, path in self._loaded.items() if key not in loaded}
+            loaded = {}
+        self._compiled.update(loaded)
+        return [key for key in found if key not in loaded]
 
     def _compile(
         self, key: Key, lowered: jax.stages.Lowered, options: dict[str, Any]
@@ -201,16 +214,15 @@ def compile_together(
         for own, keys in wanted.items()
     ]
     todo = [each for row in zip_longest(*lists) for each in row if each is not None]
-    missing = []
     progress = tqdm(total=len(todo), desc="Compiling", unit="step", disable=not todo)
     with ThreadPoolExecutor(os.cpu_count()) as pool, progress:
-        stored = pool.map(lambda each: each[0]._load(each[1]), todo)
-        for (own, key), loaded in zip(todo, stored, strict=True):
-            if loaded is None:
-                missing.append((own, key))
-            else:
-                own._compiled[key] = loaded
-                progress.update()
+        stored = dict(zip(todo, pool.map(lambda each: each[0]._load(each[1]), todo), strict=True))
+        left = {
+            own: own._take({key: found for (whose, key), found in stored.items() if whose is own})
+            for own in wanted
+        }
+        missing = [(own, key) for own, key in todo if key in left[own]]
+        progress.update(len(todo) - len(missing))
         if missing:
             if after is not None:
                 waiting = time.perf_counter()

@@ -8,7 +8,7 @@ import logging
 import os
 import pickle
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -47,12 +47,19 @@ class ExecutableStore:
 
     Args:
         folder: made if it is missing; see `check_folder`.
-        devices: where the executables run.
+        devices: where the executables run, of all hosts.
+        least_of_hosts: gives the least of a number that each host has; None: there is one host.
     """
 
-    def __init__(self, folder: Path, devices: Sequence[jax.Device]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        devices: Sequence[jax.Device],
+        least_of_hosts: Callable[[int], int] | None = None,
+    ) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder, self._devices = folder, tuple(devices)
+        self.least_of_hosts = least_of_hosts
         self._environment = _environment(self._devices)
         self._trim()
 
@@ -105,8 +112,8 @@ class ExecutableStore:
                     path.unlink()
 
 
-def _environment(devices: Sequence[jax.Device]) -> str:
-    """What executables depend on besides an engine's own settings."""
+def code_version() -> str:
+    """What tells this code, and the packages that it compiles with, from any other."""
     versions = sorted(
         f"{dist.name}=={dist.version}"
         for dist in metadata.distributions()
@@ -116,9 +123,14 @@ def _environment(devices: Sequence[jax.Device]) -> str:
     for package in (jaxpaged, pallas_kernels):
         for path in sorted(Path(package.__path__[0]).rglob("*.py")):
             source.update(path.read_bytes())
+    return repr((versions, source.hexdigest()))
+
+
+def _environment(devices: Sequence[jax.Device]) -> str:
+    """What executables depend on besides an engine's own settings."""
     kinds = [(device.id, device.device_kind) for device in devices]
     client = devices[0].client
-    parts = [client.platform_version, kinds, versions, source.hexdigest()]
+    parts = [client.platform_version, client.process_index(), kinds, code_version()]
     if client.platform == "cpu":
         parts.append(_cpu())
     # It steers XLA past every setting of ours.

@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxpaged.model_files import ModelFilesError, read_json
 from jaxpaged.models.spec import ModelSpec
+from jaxpaged.parallel.sharding import put
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ def load_kv_scales(
         )
     one = np.ones((2, spec.stored.num_kv_heads), np.float32)
     return {
-        leaf: jax.device_put(
+        leaf: put(
             np.repeat(found.get(_layer_of(leaf), one), spec.kv_copies, axis=1), target.sharding
         )
         for leaf, target in leaves.items()

@@ -19,7 +19,7 @@ from jaxpaged.models import checkpoint_rules
 from jaxpaged.models.checkpoint_rules import Pack, Rule
 from jaxpaged.models.spec import ModelSpec
 from jaxpaged.models.spread import spread_leaf
-from jaxpaged.parallel.sharding import tensor_sharding
+from jaxpaged.parallel.sharding import put, tensor_sharding
 from jaxpaged.quantization import KERNEL, Quantized, UnsupportedQuantizationError
 from jaxpaged.runtime.kv_scales import is_kv_scale
 from jaxpaged.runtime.quantized_leaves import (
@@ -171,7 +171,7 @@ def _put(tensor: np.ndarray, split_axis: int, target: jax.ShapeDtypeStruct) -> j
     sharding = target.sharding
     if isinstance(sharding, NamedSharding):
         sharding = tensor_sharding(tensor.shape, split_axis, sharding)
-    return jax.device_put(tensor, sharding)
+    return put(tensor, sharding)
 
 
 def layerless(leaf: str) -> str:

@@ -22,8 +22,10 @@ from jaxpaged.models import load_spec
 from jaxpaged.models.decoder import Decoder, Params
 from jaxpaged.models.spec import ModelSpec
 from jaxpaged.models.spread import spread_spec
+from jaxpaged.parallel.hosts import Group
 from jaxpaged.parallel.mesh import model_mesh, stage_devices
 from jaxpaged.runtime import weights
+from jaxpaged.runtime.command_stream import CommandSender
 from jaxpaged.runtime.compilation import Executables, cache_folder, compile_together
 from jaxpaged.runtime.executable_store import ExecutableStore
 from jaxpaged.runtime.memory import (
@@ -61,15 +63,19 @@ class Started:
     seconds: dict[str, float]
 
 
-def start_runner(config: EngineConfig, *, serving: bool) -> Started:
+def start_runner(config: EngineConfig, *, serving: bool, group: Group | None = None) -> Started:
     """Load the model that `config` names and make it ready to run.
+
+    Args:
+        group: the hosts that run the model together, each of which calls this; None: this one.
 
     Raises:
         ValueError, OSError: one line that says what to change.
     """
     cache = cache_folder(config.compile_cache_dir)
     devices_of = stage_devices(config.tensor_parallel_size, config.pipeline_parallel_size)
-    device, devices = devices_of[0][0], [each for part in devices_of for each in part]
+    here = [[each for each in own if each in jax.local_devices()] for own in devices_of]
+    device, devices = here[0][0], [each for own in here for each in own]
     path = model_files.resolve_model(config.model, config.revision, config.download_dir)
     stored = load_spec(model_files.read_config(path), config.quantization)
     spec = spread_spec(stored, config.tensor_parallel_size)
@@ -93,6 +99,7 @@ def start_runner(config: EngineConfig, *, serving: bool) -> Started:
         Decoder(spec, plan.kv, dtype, backend, model_mesh(own), part)
         for own, part in zip(devices_of, parts, strict=True)
     ]
+    least_of_hosts = None if group is None else group.minimum
     start = StartUp(
         config,
         [
@@ -100,10 +107,11 @@ def start_runner(config: EngineConfig, *, serving: bool) -> Started:
                 model,
                 unflatten_dict(weights.abstract_leaves(model, own[0]), sep="/"),
                 own,
-                None if cache is None else ExecutableStore(cache, own),
+                None if cache is None else ExecutableStore(cache, every, least_of_hosts),
             )
-            for model, own in zip(models, devices_of, strict=True)
+            for model, own, every in zip(models, here, devices_of, strict=True)
         ],
+        group,
     )
     _report_stages(plan)
 
@@ -111,7 +119,7 @@ def start_runner(config: EngineConfig, *, serving: bool) -> Started:
     # XLA tries kernels out in memory that it takes beside them, and would leave holes.
     for each in devices:
         jax.device_put(0, each).block_until_ready()  # its allocator exists from here on
-    stats = [scarcest_memory(own) if device.platform == "gpu" else None for own in devices_of]
+    stats = [scarcest_memory(own) if device.platform == "gpu" else None for own in here]
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(_load_weights, path, config, start.stages)
         plan, executables = start.size_pool(plan, stats, loading)
@@ -121,7 +129,8 @@ def start_runner(config: EngineConfig, *, serving: bool) -> Started:
         params, weight_seconds = loading.result()
     begin = time.perf_counter()
     runner = start.runner(plan, params, executables)
-    if not config.enforce_eager:
+    # A follower is warmed up by its leader.
+    if not config.enforce_eager and (group is None or group.leads):
         # A CPU has nothing to load: one small step tells that everything runs.
         on_cpu = device.platform == "cpu"
         first = (
@@ -167,8 +176,9 @@ def _warm_up(runner: ModelRunner, keys: Sequence[Key]) -> bool:
     try:
         runner.warm_up(keys)
     except jax.errors.JaxRuntimeError as error:
-        if not any([stage.executables.forget_loaded() for stage in runner.stages]):
-            raise
+        forgotten = any([stage.executables.forget_loaded() for stage in runner.stages])
+        if not forgotten or runner.stages[0].followers is not None:
+            raise  # followers go on without a way back; the next start compiles for all
         log.warning("a stored executable does not run, compiling anew: %s", error)
         return False
     return True
@@ -224,6 +234,7 @@ class StartUp:
 
     config: EngineConfig
     stages: Sequence[StageStart]
+    group: Group | None = None  # hosts that are all sized alike
 
     def size_pool(
         self, plan: EnginePlan, stats: Sequence[dict[str, int] | None], loading: Future[Any]
@@ -253,6 +264,8 @@ class StartUp:
             self._page_budget(plan, stage, probe if measured else None, stage_stats)
             for stage, probe, stage_stats in zip(self.stages, probes, stats, strict=True)
         ]
+        if self.group is not None:
+            budgets = [self.group.minimum(budget) for budget in budgets]
         plan = plan.with_pages(config, *budgets)
         executables = [stage.executables(plan, max_logprobs) for stage in self.stages]
         for own, probe in zip(executables, probes, strict=True):
@@ -286,8 +299,11 @@ class StartUp:
         self, plan: EnginePlan, params: Sequence[Params], executables: Sequence[Executables[Key]]
     ) -> ModelRunner:
         """A runner of stages that have computed nothing."""
+        followers = None
+        if self.group is not None and self.group.leads:
+            followers = CommandSender(self.group, self.stages[0].keys(plan))
         stages = [
-            Stage(stage.model, own_params, plan, own, stage.devices[0])
+            Stage(stage.model, own_params, plan, own, stage.devices[0], followers)
             for stage, own_params, own in zip(self.stages, params, executables, strict=True)
         ]
         return ModelRunner(stages, plan)

@@ -22,7 +22,7 @@ from jaxpaged.model_files import ModelFilesError
 from jaxpaged.models.decoder import Decoder, Params, abstract_params
 from jaxpaged.models.spec import ModelSpec
 from jaxpaged.models.spread import spread_leaf
-from jaxpaged.parallel.sharding import param_shardings, tensor_sharding
+from jaxpaged.parallel.sharding import param_shardings, put, tensor_sharding
 from jaxpaged.quantization import KERNEL, Arrays, Quantized
 from jaxpaged.runtime.kv_scales import LEAF, is_kv_scale, load_kv_scales, read_scales
 from jaxpaged.runtime.quantized_leaves import Leaves, kernel_leaves, quantize_rows, stored_shape
@@ -238,7 +238,7 @@ def _random_leaves(
             make = _random_leaf(model.spec, layerless(name), stored[name].shape, leaf)
             made = make(np.uint32(seed % 2**32), np.uint32(index_of[name]))
         else:
-            made = jax.device_put(np.full(leaf.shape, constant, leaf.dtype), leaf.sharding)
+            made = put(np.full(leaf.shape, constant, leaf.dtype), leaf.sharding)
         yield name, made, leaf.size * leaf.dtype.itemsize
 
 

@@ -322,6 +322,7 @@ def test_the_config_that_the_documents_name_fits(monkeypatch: pytest.MonkeyPatch
     [
         ({"port": 80}, "port is set in http_options of the Serve config"),
         ({"enable-admin": True}, "enable_admin is for one server"),
+        ({"num_hosts": 2}, "num_hosts is for `jaxpaged serve`: a replica lies on one machine"),
         ({"modle": "x"}, "jaxpaged serve has no such flags: modle"),
         ({"block-size": 17}, "block_size"),
         ({"max_num_seqs": "many"}, "^max_num_seqs: Input should be a valid integer"),
@@ -331,6 +332,16 @@ def test_the_config_that_the_documents_name_fits(monkeypatch: pytest.MonkeyPatch
 def test_flags_that_do_not_fit(settings: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         ray_serve.application(settings)
+
+
+def test_a_replica_is_one_engine_on_one_machine():
+    for settings in (
+        {"data_parallel_size": 2},
+        {"num_hosts": 2, "tensor_parallel_size": 2, "distributed_coordinator": "10.0.0.1:9100"},
+    ):
+        name = next(iter(settings))
+        with pytest.raises(ValueError, match=f"^{name} "):
+            ray_serve.deployed(EngineConfig(**settings), ServerConfig())
 
 
 def test_each_replica_asks_for_the_gpus_of_its_engine():
