@@ -90,8 +90,8 @@ def attention_backend(requested: str, case: AttentionCase) -> str:
         return able[0]
     if requested not in able:
         raise ValueError(
-            f"attention backend {requested!r} does not run on {case.platform} with this model: "
-            f"choose from {', '.join(['auto', *able])}"
+            f"attention backend {requested!r} does not run on {case.platform} with this model and "
+            f"KV pages of {jnp.dtype(case.kv_dtype).name}: choose from {', '.join(['auto', *able])}"
         )
     return requested
 

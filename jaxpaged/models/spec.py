@@ -93,6 +93,11 @@ class ModelSpec:
             return None
         return getattr(self.layers[int(layer.removeprefix("layers_"))].quantization, product)
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether any product is."""
+        return any(layer.quantization != LayerQuantization() for layer in self.layers)
+
     def quantized_like(self, how: Quantized) -> ModelSpec:
         """The model with every product of its layers stored in one way."""
         same = LayerQuantization(**dict.fromkeys(PRODUCTS, how))

@@ -13,6 +13,7 @@ ENGINE_SETTINGS = (
     "revision",
     "download_dir",
     "dtype",
+    "quantization",
     "max_model_len",
     "gpu_memory_utilization",
     "num_gpu_blocks_override",

@@ -26,6 +26,7 @@ def flags(model: str, config: EngineConfig, options: PlanOptions, found: Predict
     for name, value, default in (
         ("--gpu-memory-utilization", config.gpu_memory_utilization, 0.92),
         ("--dtype", config.dtype, "auto"),
+        ("--quantization", config.quantization, None),
         ("--kv-cache-dtype", config.kv_cache_dtype, "auto"),
         ("--block-size", config.block_size, 16),
     ):

@@ -48,6 +48,8 @@ def read_scales(path: Path) -> dict[str, np.ndarray]:
         return {name: np.asarray(value, np.float32) for name, value in read_json(path).items()}
     except FileNotFoundError:
         raise ModelFilesError(f"{path} is missing") from None
+    except ModelFilesError:
+        raise
     except (SafetensorError, OSError, ValueError, TypeError) as error:
         raise ModelFilesError(f"{path} is unreadable: {error}") from error
 
@@ -93,13 +95,16 @@ def load_kv_scales(
     scales: Mapping[str, np.ndarray],
     origin: str,
 ) -> dict[str, jax.Array]:
-    """The scale of each of `leaves`, on its devices; 1 where there is none.
+    """The scale of each of `leaves`, on its devices; 1 where there is none. Pages that want none
+    have no leaves, and `scales` may be anything.
 
     Raises:
         ModelFilesError: see `layer_scales`.
     """
+    if not leaves:
+        return {}
     found = layer_scales(scales, spec, origin)
-    if leaves and len(found) < len(spec.layers):
+    if len(found) < len(spec.layers):
         log.warning(
             "%s tells the KV scales of %d layers out of %d: the others' are 1",
             origin,

@@ -158,7 +158,10 @@ class Programs:
                     donate=(1,),
                     out_shardings=jax.tree.map(lambda array: array.sharding, state),
                     options=compile_options(
-                        self.platform, bucket.num_tokens, self.model.spec.width
+                        self.platform,
+                        bucket.num_tokens,
+                        self.model.spec.width,
+                        self.model.spec.is_quantized,
                     ),
                 )
             case Sample(num_rows, variant):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,9 @@ from jaxpaged.runtime.safetensor_files import (
 )
 
 LARGEST_RANDOM = 0.02 * 3**0.5  # a standard deviation of 0.02
-ORBAX_FOLDER = "orbax"  # inside a model folder that `checkpoint.convert` wrote
+# Inside a model folder that `checkpoint.convert` wrote.
+ORBAX_FOLDER = "orbax"
+SCALES_FILE = "kv_scales.safetensors"  # if the checkpoint had scales of keys and values
 
 
 def load_params(
@@ -71,8 +73,8 @@ def load_params(
         every = abstract_leaves(model.clone(part=None), device)
         whole = {name: leaf for name, leaf in every.items() if not name.endswith(LEAF)}
     if load_format == "auto":
-        load_format = _find_format(path)
-    scales = {} if kv_scales is None else read_scales(kv_scales)
+        load_format = find_format(path)
+    scales = stored_scales(path, load_format) if kv_scales is None else read_scales(kv_scales)
     params: dict[str, jax.Array] = {}
     loaded: Iterator[tuple[str, jax.Array, int]] = iter(())
     if load_format == "orbax":
@@ -87,8 +89,6 @@ def load_params(
         files = SafetensorFiles(path)
         loaded = load_leaves(files, leaves, whole, model.spec)
         total = files.num_bytes * _num_elements(leaves) // _num_elements(whole)
-        if kv_scales is None:
-            scales = {name: files.read(name) for name in files.names if is_kv_scale(name)}
     params |= load_kv_scales(scale_leaves, model.spec, scales, str(kv_scales or path))
     previous: jax.Array | None = None
     with tqdm(
@@ -125,7 +125,12 @@ def abstract_leaves(model: Decoder, device: jax.Device | None = None) -> Leaves:
     }
 
 
-def _find_format(path: Path) -> str:
+def find_format(path: Path) -> str:
+    """What a model folder holds: safetensors or orbax.
+
+    Raises:
+        ModelFilesError: neither.
+    """
     if (path / SINGLE_FILE).exists() or (path / INDEX_FILE).exists():
         return "safetensors"
     if (path / ORBAX_FOLDER).is_dir():
@@ -133,6 +138,20 @@ def _find_format(path: Path) -> str:
     raise ModelFilesError(
         f"{path} holds no weights: neither {SINGLE_FILE}, {INDEX_FILE} nor a folder {ORBAX_FOLDER}"
     )
+
+
+def stored_scales(path: Path, load_format: str) -> Mapping[str, np.ndarray]:
+    """The scales of keys and values that a model folder holds, by name; random weights have none.
+
+    Raises:
+        ModelFilesError: a file is missing or unreadable.
+    """
+    if load_format == "safetensors":
+        files = SafetensorFiles(path)
+        found = filter(is_kv_scale, files.names)
+        return {name: files.read(name).astype(np.float32) for name in found}
+    kept = path / SCALES_FILE
+    return read_scales(kept) if load_format == "orbax" and kept.exists() else {}
 
 
 def _stored_leaves(model: Decoder, leaves: Leaves) -> Leaves:

@@ -148,7 +148,8 @@ def test_hopper_prefill_has_to_be_asked_for() -> None:
         case("gpu", 9.0, head_dim=80),
         case("gpu", 9.0, page_size=128),
     ):
-        with pytest.raises(ValueError, match="choose from auto, triton, xla"):
+        pages = where.kv_dtype.name
+        with pytest.raises(ValueError, match=f"pages of {pages}: choose from auto, triton, xla"):
             attention_backend("mosaic", where)
 
 

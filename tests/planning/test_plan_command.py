@@ -114,6 +114,18 @@ def test_a_wider_dtype_takes_twice_the_bytes(capsys: pytest.CaptureFixture[str])
     assert "--dtype float32" in wide["command"]
 
 
+def test_quantized_weights_count_as_they_are_stored(capsys: pytest.CaptureFixture[str]) -> None:
+    (name, scheme), found = ("-q", "int4_per_group_weight_only"), []
+    for flags in ((), (name, scheme)):
+        found.append(figures(capsys, MODEL, *QUICK, *flags))
+    stored = [each["bytes_per_gpu"]["weights"] for each in found]
+    tables, layers = 2 * 2 * 152_064 * 3584, 28 * 233_046_016  # bytes; weights of the products
+    assert stored[0] == pytest.approx(tables + 2 * layers, rel=1e-3)
+    assert stored[1] == pytest.approx(tables + 4.25 / 8 * layers, rel=1e-3)
+    assert found[1]["predicted"]["seconds"] < found[0]["predicted"]["seconds"]
+    assert f"--quantization {scheme}" in found[1]["command"]
+
+
 def test_a_model_that_does_not_fit(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, large_config: dict[str, Any]
 ) -> None:

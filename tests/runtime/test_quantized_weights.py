@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_models
@@ -33,7 +32,8 @@ def load(folder: Path, quantization: str | None = None, **options: str) -> Param
 def test_a_checkpoint_becomes_what_the_scheme_makes_of_each_tensor(
     tmp_path: Path, name: str
 ) -> None:
-    folder, scheme = tiny_models.write_model(tmp_path, CONFIG), ON_THE_FLY[name].scheme
+    folder = tiny_models.write_model(tmp_path, CONFIG)
+    quantize = jax.jit(ON_THE_FLY[name].scheme.quantize)
     tensors, params = tiny_models.tensors(CONFIG), load(folder, name)
     dense = load(folder)
     for leaf in params.keys() & dense.keys():  # biases, norms, embeddings, the head
@@ -42,9 +42,7 @@ def test_a_checkpoint_becomes_what_the_scheme_makes_of_each_tensor(
         parts = {
             kind: {
                 array: np.asarray(x)
-                for array, x in scheme.quantize(
-                    jnp.asarray(tensors[f"model.layers.{layer}.{kind}.weight"])
-                ).items()
+                for array, x in quantize(tensors[f"model.layers.{layer}.{kind}.weight"]).items()
             }
             for kind in (
                 *(f"self_attn.{x}_proj" for x in "qkvo"),
@@ -67,18 +65,15 @@ def test_a_checkpoint_becomes_what_the_scheme_makes_of_each_tensor(
         np.testing.assert_array_equal(scale, expected)
 
 
-@pytest.mark.parametrize("name", TWO)
-def test_the_model_still_says_about_the_same(tmp_path: Path, name: str) -> None:
-    folder = tiny_models.write_model(tmp_path, CONFIG)
-    rows = []
-    for quantization in (None, name):
+def test_the_model_still_says_about_the_same(tmp_path: Path) -> None:
+    folder, rows = tiny_models.write_model(tmp_path, CONFIG), []
+    for quantization in (None, *TWO):
         model = make_decoder(CONFIG, quantization=quantization)
         runner = PagedRunner(model, load_params(folder, model, progress=False))
-        rows.append(runner.generate(tiny_models.prompts(), 1)[1])
-    exact, found = (np.concatenate(each) for each in rows)
-    correlation = np.corrcoef(exact.ravel(), found.ravel())[0, 1]
-    assert correlation > (0.9 if "int4" in name else 0.98)
-    assert correlation < 1 - 1e-7
+        rows.append(np.concatenate(runner.generate(tiny_models.prompts()[:1], 1)[1]).ravel())
+    _, fp8, int4 = np.corrcoef(rows)[0]
+    assert 0.98 < fp8 < 1 - 1e-7
+    assert 0.9 < int4 < 1 - 1e-7
 
 
 @pytest.mark.parametrize("name", TWO)
