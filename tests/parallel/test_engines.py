@@ -96,9 +96,9 @@ def test_weights_of_every_origin_go_to_their_parts(report: dict[str, Any]) -> No
     assert len(report["weights"]) == 6 and all(report["weights"].values())
 
 
-def test_quantized_weights_are_split_too(report: dict[str, Any]) -> None:
+def test_quantized_weights_and_pages_are_split_too(report: dict[str, Any]) -> None:
     found = report["quantized"]
-    assert found["two"] == found["one"]
+    assert found["two"] == found["staged"] == found["one"]
     steps = [each for each in found["executables"] if each["kind"] == "forward"]
     for step in steps:
         kinds = [kind for kind, _ in step["collectives"]]
