@@ -74,7 +74,7 @@ def reader(settings: Settings) -> Callable[[str], Quantized | None]:
     found = Quantized(Fp8(), Whole())
     if settings.get("weight_block_size"):
         block = settings["weight_block_size"]
-        require("fp8", "weight_block_size", list(block), ([128, 128], [64, 64], [32, 32]))
+        require("fp8", "weight_block_size", block, ([128, 128], [64, 64], [32, 32]))
         found = blocks(block[0])
     plain = (settings.get("modules_to_not_convert") or []) + (settings.get("ignored_layers") or [])
     return lambda name: None if contains(name, plain) else found

@@ -15,6 +15,7 @@ from jaxpaged.quantization.scheme import (
     ORDER,
     Arrays,
     ArraySpec,
+    UnsupportedQuantizationError,
     contract,
     few_rows,
     sum_dtype,
@@ -52,7 +53,15 @@ class WeightOnly:
         return size if self.group is None else math.gcd(self.group, size)
 
     def arrays(self, size: int) -> Mapping[str, ArraySpec]:
-        """[*outputs, I], packed [*outputs, I / 2]; scales [*outputs] or [groups, *outputs]."""
+        """[*outputs, I], packed [*outputs, I / 2]; scales [*outputs] or [groups, *outputs].
+
+        Raises:
+            UnsupportedQuantizationError: an odd number of terms, two of which would share a byte.
+        """
+        if size % self.packed:
+            raise UnsupportedQuantizationError(
+                f"a product sums over {size} terms, an odd number: 4 bits are packed in pairs"
+            )
         stored = jnp.dtype("uint8" if self.storage == "int4" else self.storage)
         groups = None if self.group is None else size // self.group_size(size)
         arrays = {

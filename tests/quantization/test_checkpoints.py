@@ -146,6 +146,7 @@ class TestErrors:
             ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv'"),
             ({"quant_method": "gptq", "bits": 3}, "bits 3 is not supported; supported: 4, 8"),
             ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
+            ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size 128 is not"),
             ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"),
             ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "24"}}, "24"),
         ],

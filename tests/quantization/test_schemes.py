@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.quantization import KERNEL, ON_THE_FLY, arrange
+from jaxpaged.quantization import KERNEL, ON_THE_FLY, UnsupportedQuantizationError, arrange
 from jaxpaged.quantization import scheme as scheme_module
 from jaxpaged.quantization.fp8 import Fp8, quantize_rows
 from jaxpaged.quantization.weight_only import WeightOnly, pack_int4, unpack_int4
@@ -136,6 +136,11 @@ def test_two_to_a_byte() -> None:
     assert packed.shape == (2, 4)
     assert int(packed[0, 0]) == 0 | 1 << 4  # -8 and -7, the first one low
     np.testing.assert_array_equal(unpack_int4(packed), x)
+
+
+def test_an_odd_number_is_not_packed_in_pairs() -> None:
+    with pytest.raises(UnsupportedQuantizationError, match="sums over 7 terms"):
+        WeightOnly("int4").arrays(7)
 
 
 def test_groups_divide_the_terms() -> None:
