@@ -42,6 +42,10 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     started_with: dict[str, str]
 
 
+class Leave(msgspec.Struct, tag=True, frozen=True):
+    """A follower waits no longer."""
+
+
 class Wait(msgspec.Struct, tag=True, frozen=True):
     """The leader has taken a follower in; others are missing."""
 
@@ -66,7 +70,7 @@ class Value(msgspec.Struct, tag=True, frozen=True):
     value: int
 
 
-Message = Hello | Wait | Refused | Welcome | Value
+Message = Hello | Leave | Wait | Refused | Welcome | Value
 
 
 @dataclass(frozen=True)
@@ -172,7 +176,8 @@ def _gather(
 ) -> dict[int, bytes]:
     """Identities of all followers; those that come twice or were started otherwise are refused."""
     members: dict[int, bytes] = {}
-    while len(members) < place.num_hosts - 1:
+    # What has arrived is heard to its end: it may be the leave of one that counts as there.
+    while len(members) < place.num_hosts - 1 or meeting.poll(0):
         if not meeting.poll(clock.left_ms()):
             missing = [f"host {i}" for i in range(1, place.num_hosts) if i not in members]
             reason = (
@@ -183,6 +188,8 @@ def _gather(
                 _reachable(meeting, identity, Refused(reason))
             raise JoinError(reason)
         sender, hello = receive(meeting)
+        if isinstance(hello, Leave):
+            members = {host: known for host, known in members.items() if known != sender}
         if not isinstance(hello, Hello):
             continue
         reason = _difference(hello, started_with)
@@ -220,6 +227,7 @@ def _follow(
     answer: Message | None = None
     while answer is None or isinstance(answer, Wait):
         if not meeting.poll(clock.left_ms()):
+            send(meeting, Leave())
             raise JoinError(
                 f"no host 0 answers at {place.coordinator} (waited {clock.seconds:g} s)"
                 if answer is None
