@@ -20,10 +20,11 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.layers.attention import AttentionCase, attention_backend
 from jaxpaged.models import load_spec
 from jaxpaged.models.decoder import Decoder, Params
-from jaxpaged.models.spec import ModelSpec
+from jaxpaged.models.spec import PRODUCTS, ModelSpec
 from jaxpaged.models.spread import spread_spec
 from jaxpaged.parallel.hosts import Group
 from jaxpaged.parallel.mesh import model_mesh, stage_devices
+from jaxpaged.quantization import KERNEL
 from jaxpaged.runtime import weights
 from jaxpaged.runtime.command_stream import CommandSender
 from jaxpaged.runtime.compilation import Executables, cache_folder, compile_together
@@ -49,6 +50,7 @@ from jaxpaged.runtime.stage import Stage
 
 log = logging.getLogger(__name__)
 
+FLOAT8_CAPABILITY = 8.9
 PROBE_PAGES = 64  # pool size while the temporaries of the largest step are measured
 
 
@@ -80,13 +82,15 @@ def start_runner(config: EngineConfig, *, serving: bool, group: Group | None = N
     stored = load_spec(model_files.read_config(path), config.quantization)
     spec = spread_spec(stored, config.tensor_parallel_size)
     _report_spread(spec, config.tensor_parallel_size)
+    capability = float(getattr(device, "compute_capability", 0))
+    check_card(spec, capability)
     dtype = model_dtype(config, spec.dtype, device.platform)
     plan = make_plan(config, spec, dtype, device.platform, serving)
     backend = attention_backend(
         config.attention_backend,
         AttentionCase(
             platform=device.platform,
-            compute_capability=float(getattr(device, "compute_capability", 0)),
+            compute_capability=capability,
             dtype=dtype,
             kv_dtype=plan.kv.dtype,
             queries_per_kv_head=spec.queries_per_kv_head,
@@ -151,6 +155,25 @@ def start_runner(config: EngineConfig, *, serving: bool, group: Group | None = N
         for each in devices:
             report_outside_pool(each)
     return Started(runner, backend, device.platform, jnp.dtype(dtype).name, seconds)
+
+
+def check_card(spec: ModelSpec, compute_capability: float) -> None:
+    """Compiling a conversion of e4m3 for a card without that instruction would end the process.
+
+    Args:
+        compute_capability: 0 where there is none.
+
+    Raises:
+        ValueError: one line.
+    """
+    hows = {getattr(layer.quantization, name) for layer in spec.layers for name in PRODUCTS}
+    stored = {how.scheme.arrays(spec.width)[KERNEL].dtype for how in hows if how is not None}
+    if jnp.float8_e4m3fn in stored and 0 < compute_capability < FLOAT8_CAPABILITY:
+        raise ValueError(
+            f"weights in fp8 need a GPU of compute capability {FLOAT8_CAPABILITY} or later, and "
+            f"this one has {compute_capability}: ordinary weights with --quantization "
+            "int8_per_channel_weight_only would run"
+        )
 
 
 def _report_spread(spec: ModelSpec, num_devices: int) -> None:

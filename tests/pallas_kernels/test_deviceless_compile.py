@@ -1,4 +1,4 @@
-"""The kernels compile for an H200 where there is none."""
+"""The kernels compile for an H200, and but for Mosaic's for an A100, where there is none."""
 
 from __future__ import annotations
 
@@ -77,3 +77,12 @@ def test_products_of_few_rows() -> None:
 
 def test_products_with_quantized_kernels() -> None:
     assert len(compiled("--names", "--quantized", "1", "32", "64")) == 15
+
+
+def test_an_a100_takes_them_too() -> None:
+    card = ("--card", "a100")
+    assert len(compiled(*card)) == 21
+    assert len(compiled(*card, "--rope-write", "--names", "qwen3-0.6b", "--steps", "64x64")) == 1
+    others = ("--linear", "8", "64", "--sampling", "256", "--quantized", "1", "64")
+    assert len(compiled(*card, "--names", *others)) == 14 + 1 + 6
+    assert len(compiled(*card, "--names", "qwen2.5-7b", "--pages", "int8", "--steps", "8x8")) == 1

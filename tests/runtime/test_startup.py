@@ -16,7 +16,7 @@ from jaxpaged.runtime import weights
 from jaxpaged.runtime.executable_store import ExecutableStore
 from jaxpaged.runtime.plan import make_plan
 from jaxpaged.runtime.programs import Forward
-from jaxpaged.runtime.startup import StageStart, StartUp, start_runner
+from jaxpaged.runtime.startup import StageStart, StartUp, check_card, start_runner
 from tests.engine.harness import LLAMA, write_model
 
 STATS = {"bytes_limit": 8 << 20, "bytes_in_use": 0}  # as a GPU would report them
@@ -43,6 +43,18 @@ def test_the_pool_is_sized_before_weights_are_there_and_alike_at_every_start(
         assert executables.trace_seconds == known  # the probe compiled them
         assert (known == 0) == (start == 1)
     assert pages[0] == pages[1] > 2
+
+
+def test_fp8_weights_want_a_card_that_knows_them() -> None:
+    with pytest.raises(ValueError, match=r"capability 8\.9 or later, and this one has 8\.0"):
+        check_card(load_spec(LLAMA, "fp8_per_channel"), 8.0)
+    for scheme, capability in (
+        ("fp8_per_channel", 9.0),
+        ("fp8_per_channel", 0),
+        ("int8_per_channel_weight_only", 8.0),
+        (None, 8.0),
+    ):
+        check_card(load_spec(LLAMA, scheme), capability)
 
 
 def test_a_stored_executable_that_fails_is_compiled_anew(
