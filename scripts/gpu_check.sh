@@ -62,7 +62,7 @@ models() {
 }
 
 hf() {
-  run 420 -m benchmarks.compare_hf_gpu --model $M/qwen2.5-7b.json --hf-batch 128 64 --most-batches 2 --most-steps 1000 --repeats 2 "${cached[@]}"
+  run 420 -m benchmarks.compare_hf_gpu --model $M/qwen2.5-7b.json --hf-batch 64 128 16 --most-batches 2 --most-steps 400 --repeats 2 "${cached[@]}"
 }
 
 for stage in "${stages[@]}"; do
