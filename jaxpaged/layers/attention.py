@@ -21,6 +21,8 @@ from pallas_kernels.paged_attention_prefill_mosaic import paged_attention_prefil
 from pallas_kernels.paged_attention_triton import paged_attention_triton
 from pallas_kernels.rope_write import Written, rope_write, rope_write_reference
 
+E4M3_CAPABILITY = 8.9  # from this compute capability on Triton converts float8_e4m3fn
+
 
 @dataclass(frozen=True)
 class AttentionCase:
@@ -40,8 +42,7 @@ def _any(case: AttentionCase) -> bool:
 
 
 def _triton(case: AttentionCase) -> bool:
-    # Triton knows this type from compute capability 8.9 on.
-    needed = 8.9 if case.kv_dtype == jnp.float8_e4m3fn else 8
+    needed = E4M3_CAPABILITY if case.kv_dtype == jnp.float8_e4m3fn else 8
     on_gpu = case.platform == "gpu" and case.compute_capability >= needed
     return on_gpu and case.queries_per_kv_head <= 16 and case.head_dim <= 256
 

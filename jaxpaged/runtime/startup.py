@@ -17,7 +17,7 @@ from flax.traverse_util import unflatten_dict
 
 from jaxpaged import model_files
 from jaxpaged.config import EngineConfig
-from jaxpaged.layers.attention import AttentionCase, attention_backend
+from jaxpaged.layers.attention import E4M3_CAPABILITY, AttentionCase, attention_backend
 from jaxpaged.models import load_spec
 from jaxpaged.models.decoder import Decoder, Params
 from jaxpaged.models.spec import PRODUCTS, ModelSpec
@@ -50,7 +50,6 @@ from jaxpaged.runtime.stage import Stage
 
 log = logging.getLogger(__name__)
 
-FLOAT8_CAPABILITY = 8.9
 PROBE_PAGES = 64  # pool size while the temporaries of the largest step are measured
 
 
@@ -168,9 +167,9 @@ def check_card(spec: ModelSpec, compute_capability: float) -> None:
     """
     hows = {getattr(layer.quantization, name) for layer in spec.layers for name in PRODUCTS}
     stored = {how.scheme.arrays(spec.width)[KERNEL].dtype for how in hows if how is not None}
-    if jnp.float8_e4m3fn in stored and 0 < compute_capability < FLOAT8_CAPABILITY:
+    if jnp.float8_e4m3fn in stored and 0 < compute_capability < E4M3_CAPABILITY:
         raise ValueError(
-            f"weights in fp8 need a GPU of compute capability {FLOAT8_CAPABILITY} or later, and "
+            f"weights in fp8 need a GPU of compute capability {E4M3_CAPABILITY} or later, and "
             f"this one has {compute_capability}: ordinary weights with --quantization "
             "int8_per_channel_weight_only would run"
         )

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from own_process import report_of
 
-ROOT = Path(__file__).parents[2]
 MODELS = (
     "llama 2",
     "mistral 2, copied heads, window",
@@ -25,17 +20,7 @@ TOP = 4  # most log-probabilities that a request may ask for
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    # The number of fake devices is settled when JAX starts: a process of its own.
-    run = subprocess.run(
-        [sys.executable, "tests/fixtures/sharded_engines.py"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout)
+    return report_of("sharded_engines.py")
 
 
 @pytest.mark.parametrize("model", MODELS)
