@@ -83,7 +83,7 @@ def serve(
         for sink, share in zip(sinks, outputs, strict=True):
             sink.send(encoder.encode(StepOutputs(share, stats)))
         due = max(due + step_seconds, time.perf_counter())
-        time.sleep(due - time.perf_counter() if due > time.perf_counter() else 0)
+        time.sleep(max(0.0, due - time.perf_counter()))
 
 
 def main() -> None:
