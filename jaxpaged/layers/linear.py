@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
 
-from jaxpaged.quantization import Scheme
+from jaxpaged.parallel.sharding import num_parts, split_product
+from jaxpaged.quantization import ArraySpec, Scheme, divides
 from pallas_kernels.rms_norm import Norm, Rows, half_norm, rms_norm
 from pallas_kernels.small_batch_linear import (
     ACTIVATIONS,
     is_faster,
     small_batch_linear,
 )
+
+Leaf = tuple[tuple[int, ...], tuple[str | None, ...], Any, Any]  # shape, axes, initializer, dtype
 
 
 def matmul_precision(dtype: Any) -> jax.lax.Precision | None:
@@ -34,6 +41,7 @@ class Linear(nn.Module):
         dtype: of the weights and of the result.
         fuse: few rows may take a kernel that does all of this at once, where that is faster.
         scheme: how the kernel is stored instead, in arrays [*outputs, inputs merged].
+        mesh: the devices that share the kernel; None: one has all of it.
     """
 
     inputs: tuple[int, ...]
@@ -44,6 +52,7 @@ class Linear(nn.Module):
     dtype: Any = jnp.float32
     fuse: bool = False
     scheme: Scheme | None = None
+    mesh: Mesh | None = None
 
     @nn.compact
     def __call__(
@@ -59,84 +68,123 @@ class Linear(nn.Module):
 
         Args:
             rows: [T, *inputs], or their merger; half normed by `norm` or not at all.
-            norm: of the rows, over all of the inputs.
+            norm: of the rows, over all of the inputs, none of which is split.
             activation: a name from `ACTIVATIONS`; the outputs are then (2, F), gates first, and
                 [T, F] comes out.
             residual: [T, *outputs].
             next_norm: of the result, which may begin here.
         """
-        size = math.prod(self.inputs)
-        x_TI = rows.x.reshape(-1, size)
-        bias = None
-        if self.use_bias:
-            bias = self._param("bias", self.outputs, self.output_axes, nn.initializers.zeros)
-        if self.scheme is not None:
-            arrays = self._quantized(self.scheme, size)
-            if norm is not None:
-                x_TI = rms_norm(x_TI, norm).astype(self.dtype)
-            y = self.scheme.product(x_TI, arrays, self.fuse)
-            return self._finish(y, bias, activation, residual)
-        shape, axes = (*self.inputs, *self.outputs), (*self.input_axes, *self.output_axes)
-        kernel = self._param("kernel", shape, axes, nn.initializers.normal(0.02))
-        # One axis to sum over: given several, XLA may transpose the whole kernel at every step.
-        # The axes that come out stay apart, since merging could split one that a mesh shards.
-        kernel = kernel.reshape(size, *self.outputs)
-        if self.fuse and not (norm and norm.plus_one) and not (next_norm and next_norm.plus_one):
-            gated = activation is not None
-            merged = kernel if gated else kernel.reshape(size, -1)
-            if is_faster(x_TI, merged, activation):
-                half = norm and (rows.half_normed or half_norm(x_TI, norm.scale_D))
-                y, half_normed = small_batch_linear(
-                    half or x_TI,
-                    merged,
-                    eps=norm.eps if norm else 0.0,
-                    bias=bias,
-                    activation=activation,
-                    residual_TF=residual,
-                    next_scale_F=next_norm.scale_D if next_norm else None,
-                )
-                return Rows(y if gated else y.reshape(-1, *self.outputs), half_normed)
-        if norm is not None:
-            x_TI = rms_norm(x_TI, norm).astype(self.dtype)
-        y = jax.lax.dot_general(
-            x_TI, kernel, (((1,), (0,)), ((), ())), precision=matmul_precision(self.dtype)
+        arrays = self.scheme and self.scheme.arrays(math.prod(self.inputs))
+        # Of what cannot be dealt out to the devices, XLA makes what it can.
+        dealt = arrays is None or divides(arrays, num_parts(self.input_axes, self.mesh))
+        leaves = self._leaves(arrays, dealt)
+        product = partial(
+            _product,
+            num_inputs=len(self.inputs),
+            scheme=self.scheme,
+            dtype=self.dtype,
+            fuse=self.fuse and dealt,
+            norm=norm,
+            activation=activation,
+            residual=residual,
+            next_norm=next_norm,
         )
-        return self._finish(y, bias, activation, residual)
+        if self.mesh is not None and dealt:
+            axes = {name: leaf[1] for name, leaf in leaves.items()}
+            outputs = self.output_axes if activation is None else self.output_axes[1:]
+            product = split_product(product, self.mesh, axes, self.input_axes, outputs)
+        return product(rows, {name: self._param(name, *leaf) for name, leaf in leaves.items()})
 
-    def _finish(
-        self,
-        y: jax.Array,
-        bias: jax.Array | None,
-        activation: str | None,
-        residual: jax.Array | None,
-    ) -> Rows:
-        if bias is not None:
-            y += bias
-        if activation is not None:
-            y = y.astype(jnp.float32)
-            y = (ACTIVATIONS[activation](y[:, 0]) * y[:, 1]).astype(self.dtype)
-        return Rows(y if residual is None else residual + y)
-
-    def _quantized(self, scheme: Scheme, size: int) -> dict[str, jax.Array]:
-        (terms,) = {axis for axis in self.input_axes if axis is not None} or (None,)
-        return {
-            name: self._param(
-                name,
-                array.shape(name, self.outputs),
-                array.axes(name, self.output_axes, terms),
-                nn.initializers.zeros,
-                array.dtype,
-            )
-            for name, array in scheme.arrays(size).items()
-        }
+    def _leaves(self, arrays: Mapping[str, ArraySpec] | None, dealt: bool) -> dict[str, Leaf]:
+        """The kernel, or the arrays in its place, and the bias."""
+        leaves: dict[str, Leaf] = {}
+        if arrays is None:
+            shape, axes = (*self.inputs, *self.outputs), (*self.input_axes, *self.output_axes)
+            leaves["kernel"] = shape, axes, nn.initializers.normal(0.02), self.dtype
+        else:
+            (terms,) = {axis for axis in self.input_axes if axis is not None} or (None,)
+            for name, array in arrays.items():
+                axes = array.axes(name, self.output_axes, terms, dealt)
+                shape = array.shape(name, self.outputs)
+                leaves[name] = shape, axes, nn.initializers.zeros, array.dtype
+        if self.use_bias:
+            leaves["bias"] = self.outputs, self.output_axes, nn.initializers.zeros, self.dtype
+        return leaves
 
     def _param(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        axes: tuple[str | None, ...],
-        init: Any,
-        dtype: Any = None,
+        self, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], init: Any, dtype: Any
     ) -> jax.Array:
-        init = nn.with_logical_partitioning(init, axes)
-        return self.param(name, init, shape, dtype or self.dtype)
+        return self.param(name, nn.with_logical_partitioning(init, axes), shape, dtype)
+
+
+def _product(
+    rows: Rows,
+    weights: Mapping[str, jax.Array],
+    *,
+    num_inputs: int,
+    scheme: Scheme | None,
+    dtype: Any,
+    fuse: bool,
+    norm: Norm | None,
+    activation: str | None,
+    residual: jax.Array | None,
+    next_norm: Norm | None,
+    axis: str | None = None,
+) -> Rows:
+    """What `Linear` says, of the rows and weights that this device has.
+
+    Args:
+        weights: the kernel, or the arrays in its place, and the bias.
+        num_inputs: axes of the kernel that are summed over.
+        axis: of the mesh, whose devices have some of the terms each; None: all of them are here.
+    """
+    x_TI, bias = rows.x.reshape(rows.x.shape[0], -1), weights.get("bias")
+    if scheme is not None:
+        y = scheme.product(_normed(x_TI, norm, dtype), weights, fuse, axis)
+    else:
+        # One axis to sum over: given several, XLA may transpose the whole kernel at every step.
+        # The axes that come out stay apart, since merging could split one that a mesh shards.
+        kernel = weights["kernel"]
+        outputs = kernel.shape[num_inputs:]
+        kernel = kernel.reshape(-1, *outputs)
+        gated = activation is not None
+        merged = kernel if gated else kernel.reshape(x_TI.shape[1], -1)
+        if fuse and is_faster(x_TI, merged, activation) and not _plus_one(norm, next_norm):
+            half = norm and (rows.half_normed or half_norm(x_TI, norm.scale_D))
+            whole = axis is None  # what is added to a sum waits until it is complete
+            y, half_normed = small_batch_linear(
+                half or x_TI,
+                merged,
+                eps=norm.eps if norm else 0.0,
+                bias=bias if whole else None,
+                activation=activation,
+                residual_TF=residual if whole else None,
+                next_scale_F=next_norm.scale_D if next_norm and whole else None,
+            )
+            y = y if gated else y.reshape(-1, *outputs)
+            if whole:
+                return Rows(y, half_normed)
+        else:
+            y = lax.dot_general(
+                _normed(x_TI, norm, dtype),
+                kernel,
+                (((1,), (0,)), ((), ())),
+                precision=matmul_precision(dtype),
+            )
+    if axis is not None:
+        y = lax.psum(y, axis)
+    if bias is not None:
+        y += bias
+    if activation is not None:
+        y = y.astype(jnp.float32)
+        y = (ACTIVATIONS[activation](y[:, 0]) * y[:, 1]).astype(dtype)
+    return Rows(y if residual is None else residual + y)
+
+
+def _normed(x_TI: jax.Array, norm: Norm | None, dtype: Any) -> jax.Array:
+    return x_TI if norm is None else rms_norm(x_TI, norm).astype(dtype)
+
+
+def _plus_one(*norms: Norm | None) -> bool:
+    """Whether one has factors that kernels do not know."""
+    return any(norm is not None and norm.plus_one for norm in norms)

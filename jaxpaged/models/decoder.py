@@ -44,7 +44,7 @@ class Attention(nn.Module):
         # A KV head's queries, key and value lie side by side: split over KV heads, every slice
         # below stays on its device.
         split = ("kv_heads", None, None)
-        linear = partial(Linear, dtype=self.dtype, fuse=fuses(self.backend, self.mesh))
+        linear = partial(Linear, dtype=self.dtype, fuse=fuses(self.backend), mesh=self.mesh)
         self.qkv = linear(
             (D,), (K, G + 2, H), (None,), split, s.qkv_bias, scheme=scheme(quantized.qkv)
         )
@@ -111,7 +111,7 @@ class MLP(nn.Module):
     def setup(self) -> None:
         D, F, bias = self.spec.width, self.spec.ffn, self.spec.mlp_bias
         linear = partial(
-            Linear, use_bias=bias, dtype=self.dtype, fuse=fuses(self.backend, self.mesh)
+            Linear, use_bias=bias, dtype=self.dtype, fuse=fuses(self.backend), mesh=self.mesh
         )
         gate_up, down = scheme(self.quantization.gate_up), scheme(self.quantization.down)
         self.gate_up = linear((D,), (2, F), (None,), (None, "ffn"), scheme=gate_up)
@@ -124,9 +124,9 @@ class MLP(nn.Module):
         return self.down(hidden, residual=residual_TD, next_norm=next_norm)
 
 
-def fuses(backend: str, mesh: Mesh | None) -> bool:
+def fuses(backend: str) -> bool:
     """Whether products of few rows may take their own kernels."""
-    return backend != "xla" and mesh is None
+    return backend != "xla"
 
 
 def scheme(quantized: Quantized | None) -> Scheme | None:

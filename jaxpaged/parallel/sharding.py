@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import flax.linen as nn
@@ -11,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpaged.parallel.mesh import MODEL
+from pallas_kernels.rms_norm import Rows
 
 # Axes not named here are whole on every device.
 RULES = {"kv_heads": MODEL, "ffn": MODEL, "vocab": MODEL}
@@ -90,6 +93,43 @@ def split_attention(attend: Callable[..., Any], mesh: Mesh) -> Callable[..., Any
         )(qkv_TKXH, kv_pages, scales_2K, *whole)
 
     return split
+
+
+def num_parts(logical_axes: Sequence[str | None], mesh: Mesh | None) -> int:
+    """Devices that have a part each of an array whose axes have these logical names."""
+    if mesh is None:
+        return 1
+    return math.prod(mesh.shape[axis] for axis in partition(logical_axes) if axis is not None)
+
+
+def split_product(
+    product: Callable[..., Rows],
+    mesh: Mesh,
+    weights: Mapping[str, Sequence[str | None]],
+    inputs: Sequence[str | None],
+    outputs: Sequence[str | None],
+) -> Callable[..., Rows]:
+    """A product of each device's own part of the weights, so that kernels can make it.
+
+    If outputs are split, nothing is exchanged. If terms of the sum are, `product` adds up what the
+    devices have, over the axis that it is given.
+
+    Args:
+        product: (rows, weights, axis) -> rows; every device gets all of what it closes over.
+        weights, inputs, outputs: logical axes.
+    """
+    (axis,) = {axis for axis in partition(inputs) if axis is not None} or (None,)
+    result = PartitionSpec() if axis else partition((None, *outputs))
+    return jax.shard_map(
+        partial(product, axis=axis),
+        mesh=mesh,
+        in_specs=(
+            PartitionSpec(None, axis),
+            {name: partition(axes) for name, axes in weights.items()},
+        ),
+        out_specs=result,
+        check_vma=False,
+    )
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -17,6 +17,7 @@ from jaxpaged.quantization.scheme import (
     Source,
     UnsupportedQuantizationError,
     arrange,
+    divides,
 )
 from jaxpaged.quantization.weight_only import WeightOnly
 
@@ -33,6 +34,7 @@ __all__ = [
     "UnsupportedQuantizationError",
     "arrange",
     "checkpoint_reader",
+    "divides",
 ]
 
 # What `--quantization` makes of ordinary weights.

@@ -46,10 +46,16 @@ class Fp8:
             "kernel_scale": jnp.broadcast_to(scale, (*weight.shape[:-1], 1))[..., 0],
         }
 
-    def product(self, x_TI: jax.Array, arrays: Mapping[str, jax.Array], fuse: bool) -> jax.Array:
+    def product(
+        self,
+        x_TI: jax.Array,
+        arrays: Mapping[str, jax.Array],
+        fuse: bool,
+        axis: str | None = None,
+    ) -> jax.Array:
         """Products of 8-bit floats, scaled after they are summed."""
         kernel, scale = arrays[KERNEL], arrays["kernel_scale"]
-        q_TI, scale_T = quantize_rows(x_TI)
+        q_TI, scale_T = quantize_rows(x_TI, axis)
         if fuse:
             y = few_rows(q_TI, kernel, scale, row_scale_T=scale_T, dtype=x_TI.dtype)
             if y is not None:
@@ -58,10 +64,17 @@ class Fp8:
         return (y * scale_T.reshape(-1, *(1,) * scale.ndim) * scale).astype(x_TI.dtype)
 
 
-def quantize_rows(x_TI: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Rows as e4m3 [T, I], and the float32 scale [T] of each."""
+def quantize_rows(x_TI: jax.Array, axis: str | None = None) -> tuple[jax.Array, jax.Array]:
+    """Rows as e4m3 [T, I], and the float32 scale [T] of each.
+
+    Args:
+        axis: of a mesh, whose devices have some of the columns each: a row has one scale.
+    """
     x_TI = x_TI.astype(jnp.float32)
-    scale_T = _scale(jnp.max(jnp.abs(x_TI), -1))
+    largest_T = jnp.max(jnp.abs(x_TI), -1)
+    if axis is not None:
+        largest_T = jax.lax.pmax(largest_T, axis)
+    scale_T = _scale(largest_T)
     return _round(x_TI / scale_T[:, None]), scale_T
 
 

@@ -45,14 +45,22 @@ class ArraySpec:
         return (*outputs, *terms) if name == KERNEL else (*terms, *outputs)
 
     def axes(
-        self, name: str, outputs: tuple[str | None, ...], terms: str | None
+        self, name: str, outputs: tuple[str | None, ...], terms: str | None, dealt: bool
     ) -> tuple[str | None, ...]:
-        """Their logical names. Along the terms only the kernel itself is ever split."""
+        """Their logical names; `dealt`: groups of terms go where their terms do, see `divides`."""
         if name == ORDER:
             return (None,)
         if name == KERNEL:
             return (*outputs, terms)
-        return outputs if self.terms is None else (None, *outputs)
+        return outputs if self.terms is None else (terms if dealt else None, *outputs)
+
+
+def divides(arrays: Mapping[str, ArraySpec], parts: int) -> bool:
+    """Whether the terms of a product may be dealt out to so many devices: in their order, and in
+    whole groups.
+    """
+    sizes = [array.terms for array in arrays.values() if array.terms is not None]
+    return parts == 1 or (ORDER not in arrays and all(size % parts == 0 for size in sizes))
 
 
 def arrange(name: str, rows: jax.Array, has_terms: bool) -> jax.Array:
@@ -76,13 +84,21 @@ class Scheme(Protocol):
         All the rows count as one tensor where a scheme has one scale a tensor.
         """
 
-    def product(self, x_TI: jax.Array, arrays: Mapping[str, jax.Array], fuse: bool) -> jax.Array:
+    def product(
+        self,
+        x_TI: jax.Array,
+        arrays: Mapping[str, jax.Array],
+        fuse: bool,
+        axis: str | None = None,
+    ) -> jax.Array:
         """Rows times the kernel: [T, *outputs], in the dtype of `x_TI`.
 
         Args:
             x_TI: rows.
             arrays: as `arrays` says, with the outputs' axes.
             fuse: whether GPU kernels may do it.
+            axis: of a mesh, whose devices have some of the terms each, and get a part of the sum;
+                None: all are here.
         """
 
 

@@ -95,7 +95,13 @@ class WeightOnly:
             arrays[ORDER] = jnp.arange(size, dtype=jnp.int32)
         return arrays
 
-    def product(self, x_TI: jax.Array, arrays: Mapping[str, jax.Array], fuse: bool) -> jax.Array:
+    def product(
+        self,
+        x_TI: jax.Array,
+        arrays: Mapping[str, jax.Array],
+        fuse: bool,
+        axis: str | None = None,
+    ) -> jax.Array:
         """By a kernel that widens on the way, or the plain way: widen, then multiply."""
         if self.ordered:
             x_TI = jnp.take(x_TI, arrays[ORDER], axis=1)
