@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -74,11 +74,11 @@ class Linear(nn.Module):
             residual: [T, *outputs].
             next_norm: of the result, which may begin here.
         """
-        arrays = self.scheme and self.scheme.arrays(math.prod(self.inputs))
+        arrays = None if self.scheme is None else self.scheme.arrays(math.prod(self.inputs))
         # Of what cannot be dealt out to the devices, XLA makes what it can.
         dealt = arrays is None or divides(arrays, num_parts(self.input_axes, self.mesh))
         leaves = self._leaves(arrays, dealt)
-        product = partial(
+        product: Callable[..., Rows] = partial(
             _product,
             num_inputs=len(self.inputs),
             scheme=self.scheme,
@@ -143,7 +143,6 @@ def _product(
         y = scheme.product(_normed(x_TI, norm, dtype), weights, fuse, axis)
     else:
         # One axis to sum over: given several, XLA may transpose the whole kernel at every step.
-        # The axes that come out stay apart, since merging could split one that a mesh shards.
         kernel = weights["kernel"]
         outputs = kernel.shape[num_inputs:]
         kernel = kernel.reshape(-1, *outputs)

@@ -66,7 +66,7 @@ def test_stored_arrays_and_their_error(name: str, outputs: tuple[int, ...]) -> N
         n: (spec.shape(n, outputs), jnp.dtype(spec.dtype)) for n, spec in specs.items()
     }
     assert all(
-        len(spec.axes(n, (None,) * len(outputs), "ffn")) == stored[n].ndim
+        len(spec.axes(n, (None,) * len(outputs), "ffn", True)) == stored[n].ndim
         for n, spec in specs.items()
     )
     exact, found = np.asarray(weight, np.float64), dequantized(scheme, rows)
