@@ -79,6 +79,9 @@ class EngineConfig:
     tensor_parallel_size: int = setting(
         1, "devices that share the model, each holding a part of it", short="-tp"
     )
+    disable_custom_all_reduce: bool = setting(
+        False, "add up over devices by XLA alone, never by their own stores to each other"
+    )
     pipeline_parallel_size: int = setting(
         1,
         "stages that share the model, each with some of its layers on devices of its own",

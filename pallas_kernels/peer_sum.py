@@ -57,8 +57,8 @@ AGAIN:
 
 
 def boxes(num_devices: int) -> jax.Array:
-    """What each device has to keep, and the others to know the address of: empty boxes."""
-    return jnp.full((BOXES, num_devices, MAX_WORDS), EMPTY, jnp.int32)
+    """Empty boxes: [devices, boxes of each, devices that send, words]."""
+    return jnp.full((num_devices, BOXES, num_devices, MAX_WORDS), EMPTY, jnp.int32)
 
 
 class Peers(NamedTuple):
@@ -87,6 +87,7 @@ def peer_sum(
     bias_D: jax.Array | None = None,
     residual_TD: jax.Array | None = None,
     next_scale_D: jax.Array | None = None,
+    interpret: bool = False,
 ) -> Rows:
     """residual + bias + the sum of `x_TD` over the devices, in float32, rounded once.
 
@@ -97,6 +98,7 @@ def peer_sum(
         rank: int32, which of the devices this is.
         bias_D, residual_TD: bfloat16, added once.
         next_scale_D: factors of the norm of the result, to begin it here.
+        interpret: run on any platform, as if every device had the same part.
 
     Returns:
         [T, D] in bfloat16, and the first half of its norm.
@@ -117,16 +119,17 @@ def peer_sum(
         outs["next_square"] = jax.ShapeDtypeStruct((row_blocks, T), jnp.float32)
     names = [name for name, operand in operands.items() if operand is not None]
     results = pl.pallas_call(
-        partial(_kernel, names=(*names, *outs), box=peers.box),
+        partial(_kernel, names=(*names, *outs), box=peers.box, on_card=not interpret),
         grid=(T * row_blocks,),
         out_shape=list(outs.values()),
         compiler_params=pltriton.CompilerParams(num_warps=NUM_WARPS, num_stages=1),
+        interpret=interpret,
         name="peer_sum",
     )(*(operands[name] for name in names))
     return Rows(results[0], None if next_scale_D is None else HalfNormed(*results[1:]))
 
 
-def _kernel(*refs: Any, names: tuple[str, ...], box: int) -> None:
+def _kernel(*refs: Any, names: tuple[str, ...], box: int, on_card: bool) -> None:
     ref = dict(zip(names, refs, strict=True))
     N, rank = ref["addresses"].shape[0], ref["rank"][0]
     row_blocks = ref["x"].shape[1] // (2 * WORDS)
@@ -151,13 +154,15 @@ def _kernel(*refs: Any, names: tuple[str, ...], box: int) -> None:
     word_W = (low_W & 0xFFFF) | (high_W << 16)
     word_W = jnp.where(word_W == EMPTY, NANS, word_W)
     sent_W = jnp.zeros_like(word_W)
-    for device in range(N):
+    for device in range(N if on_card else 0):
         sent_W |= _asm(_SEND, word_W, *place(device, rank))
     added = [halves("bias")] if "bias" in ref else []
     added += [halves("residual", t)] if "residual" in ref else []
     scales = halves("next_scale") if "next_scale" in ref else []
     # In the same order everywhere, or the devices would come to differ.
-    got = [_asm(_RECEIVE, sent_W, *place(rank, sender)) for sender in range(N)]
+    got = [word_W] * N
+    if on_card:
+        got = [_asm(_RECEIVE, sent_W, *place(rank, sender)) for sender in range(N)]
     square_W = jnp.zeros(w_W.shape, jnp.float32)
     for half, shift in enumerate((16, 0)):
         y_W = jnp.zeros(w_W.shape, jnp.float32)

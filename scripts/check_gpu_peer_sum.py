@@ -27,7 +27,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from jaxpaged.parallel.mesh import MODEL, model_mesh
-from pallas_kernels.peer_sum import BOXES, Peers, boxes, peer_sum
+from jaxpaged.parallel.peers import make_boxes, reach_each_other
+from pallas_kernels.peer_sum import BOXES, Peers, peer_sum
 
 LIMIT_SECONDS = 120
 LAYERS, WEIGHTS, CALLS, REPEATS = 24, 4, 10, 5
@@ -43,13 +44,6 @@ EXCHANGES: dict[str, dict[str, Any]] = {
     },
     "peer_sum": {},
 }
-
-
-def addresses(kept: jax.Array, mesh: Mesh) -> jax.Array:
-    """Where each device's boxes lie, in two halves, whole on every device."""
-    shards = sorted(kept.addressable_shards, key=lambda shard: shard.index[0].start)
-    found = np.array([shard.data.unsafe_buffer_pointer() for shard in shards], np.uint64)
-    return jax.device_put(found.view(np.int32).reshape(-1, 2), NamedSharding(mesh, WHOLE))
 
 
 def layers(x_TD: jax.Array, weights: Any, addresses_N2: jax.Array, exchange: str) -> jax.Array:
@@ -130,10 +124,9 @@ def main() -> int:
     devices = jax.devices()
     mesh = model_mesh(devices[: 1 << len(devices).bit_length() - 1])
     assert mesh is not None, "needs two devices or more"
-    N = mesh.shape[MODEL]
-    kept = jax.block_until_ready(jax.jit(on(mesh, lambda: boxes(N)[None], out=SPLIT))())
-    where_N2 = addresses(kept, mesh)
-    print(f"{jax.__version__}, {N} x {devices[0].device_kind}", flush=True)
+    assert reach_each_other(mesh.devices.flat), "these do not reach each other"
+    kept, where_N2 = make_boxes(mesh)
+    print(f"{jax.__version__}, {mesh.size} x {devices[0].device_kind}", flush=True)
     right = all([check(mesh, where_N2, *shape) for shape in ((8, 3584), (64, 5120), (3, 512))])
 
     def random(*shape: int, spec: PartitionSpec, scale: float = 1.0) -> jax.Array:

@@ -24,4 +24,6 @@ class StepBatch:
     num_seqs: jax.Array  # [] sequences in use
     page_tables: tuple[jax.Array, ...]  # one [B, M] a KV group; 0 where there is no page
     row_R: jax.Array  # token of each sampled row, an index into T
+    # [N, 2] where devices that store into each other's memory do so (pallas_kernels/peer_sum.py)
+    peer_addresses_N2: jax.Array | None = None
     decode_only: bool = struct.field(pytree_node=False, default=False)  # T == B, one token each

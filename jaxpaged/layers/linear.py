@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jaxpaged.parallel.sharding import num_parts, split_product
 from jaxpaged.quantization import ArraySpec, Scheme, divides
+from pallas_kernels.peer_sum import Peers, is_supported, peer_sum
 from pallas_kernels.rms_norm import Norm, Rows, half_norm, rms_norm
 from pallas_kernels.small_batch_linear import (
     ACTIVATIONS,
@@ -63,6 +64,7 @@ class Linear(nn.Module):
         activation: str | None = None,
         residual: jax.Array | None = None,
         next_norm: Norm | None = None,
+        peers: Peers | None = None,
     ) -> Rows:
         """The product of normalised rows, made activation(gate) * up, added to a residual.
 
@@ -73,6 +75,7 @@ class Linear(nn.Module):
                 [T, F] comes out.
             residual: [T, *outputs].
             next_norm: of the result, which may begin here.
+            peers: where a sum over devices may be made by their own stores; None: by XLA.
         """
         arrays = None if self.scheme is None else self.scheme.arrays(math.prod(self.inputs))
         # Of what cannot be dealt out to the devices, XLA makes what it can.
@@ -88,6 +91,7 @@ class Linear(nn.Module):
             activation=activation,
             residual=residual,
             next_norm=next_norm,
+            peers=peers,
         )
         if self.mesh is not None and dealt:
             axes = {name: leaf[1] for name, leaf in leaves.items()}
@@ -129,6 +133,7 @@ def _product(
     activation: str | None,
     residual: jax.Array | None,
     next_norm: Norm | None,
+    peers: Peers | None,
     axis: str | None = None,
 ) -> Rows:
     """What `Linear` says, of the rows and weights that this device has.
@@ -171,6 +176,16 @@ def _product(
                 precision=matmul_precision(dtype),
             )
     if axis is not None:
+        if peers is not None and is_supported(y):
+            scale_D = next_norm.scale_D if next_norm and not next_norm.plus_one else None
+            return peer_sum(
+                y,
+                peers,
+                lax.axis_index(axis),
+                bias_D=bias,
+                residual_TD=residual,
+                next_scale_D=scale_D,
+            )
         y = lax.psum(y, axis)
     if bias is not None:
         y += bias

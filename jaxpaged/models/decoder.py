@@ -22,9 +22,11 @@ from jaxpaged.layers.rope import rope_tables
 from jaxpaged.models.spec import LayerQuantization, ModelSpec
 from jaxpaged.parallel.sharding import LAYER_SCALES_AXES, split_attention
 from jaxpaged.quantization import Quantized, Scheme
+from pallas_kernels.peer_sum import Peers
 from pallas_kernels.rms_norm import Norm, Rows
 
 Params = Any  # nested dicts of arrays
+ATTENTION, MLP_OUT = 0, 1  # boxes of `peer_sum`: sums in turn take one and the other
 
 
 class Attention(nn.Module):
@@ -82,7 +84,10 @@ class Attention(nn.Module):
             attend_heads = split_attention(attend_heads, self.mesh)
         qkv_TKXH = self.qkv(rows, norm=norm.operands()).x
         out_TNH, pages = attend_heads(qkv_TKXH, pages, self.kv_scale, scales, rope, batch, places)
-        return self.o(Rows(out_TNH), residual=residual_TD, next_norm=next_norm), pages
+        mixed = self.o(
+            Rows(out_TNH), residual=residual_TD, next_norm=next_norm, peers=peers(batch, ATTENTION)
+        )
+        return mixed, pages
 
 
 def _attend_heads(
@@ -118,15 +123,28 @@ class MLP(nn.Module):
         self.down = linear((F,), (D,), ("ffn",), (None,), scheme=down)
 
     def __call__(
-        self, rows: Rows, norm: RMSNorm, residual_TD: jax.Array | None, next_norm: Norm | None
+        self,
+        rows: Rows,
+        norm: RMSNorm,
+        residual_TD: jax.Array | None,
+        next_norm: Norm | None,
+        batch: StepBatch,
     ) -> Rows:
         hidden = self.gate_up(rows, norm=norm.operands(), activation=self.spec.activation)
-        return self.down(hidden, residual=residual_TD, next_norm=next_norm)
+        return self.down(
+            hidden, residual=residual_TD, next_norm=next_norm, peers=peers(batch, MLP_OUT)
+        )
 
 
 def fuses(backend: str) -> bool:
     """Whether products of few rows may take their own kernels."""
     return backend != "xla"
+
+
+def peers(batch: StepBatch, box: int) -> Peers | None:
+    """Where sums over devices are made, if they store into each other's memory."""
+    where_N2 = batch.peer_addresses_N2
+    return None if where_N2 is None else Peers(where_N2, box)
 
 
 def scheme(quantized: Quantized | None) -> Scheme | None:
@@ -182,7 +200,7 @@ class DecoderLayer(nn.Module):
                 rows, self.attention_norm, None, None, rope, pages, batch, places
             )
             rows = Rows(rows.x + self.attention_post_norm(mixed.x))
-            out = self.mlp(rows, self.mlp_norm, None, None)
+            out = self.mlp(rows, self.mlp_norm, None, None, batch)
             return Rows(rows.x + self.mlp_post_norm(out.x)), pages
         # No norm stands before a residual: the product adds it, and may begin the next norm.
         next_norm = None
@@ -198,7 +216,7 @@ class DecoderLayer(nn.Module):
             batch,
             places,
         )
-        return self.mlp(rows, self.mlp_norm, rows.x, next_norm), pages
+        return self.mlp(rows, self.mlp_norm, rows.x, next_norm, batch), pages
 
 
 # Layers that are built alike share one trace: tracing holds the GIL, and no cache saves it.
@@ -216,6 +234,7 @@ class Decoder(nn.Module):
         mesh: the devices that share every layer; None: one device.
         part: the layers of a stage, if several share the model; None: all of them. The first stage
             embeds tokens, the last one has the final norm and the head.
+        stores_to_peers: the devices of the mesh make small sums by stores into each other's memory.
     """
 
     spec: ModelSpec
@@ -224,6 +243,7 @@ class Decoder(nn.Module):
     backend: str = "xla"
     mesh: Mesh | None = None
     part: range | None = None
+    stores_to_peers: bool = False
 
     @property
     def own_layers(self) -> range:

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxpaged.core.buckets import Bucket
 from jaxpaged.models.decoder import Decoder, Params, head_params
+from jaxpaged.parallel.peers import make_boxes
 from jaxpaged.parallel.sharding import put
 from jaxpaged.runtime import sampler
 from jaxpaged.runtime.command_stream import CommandSender
@@ -44,6 +45,9 @@ class Stage:
     ) -> None:
         self.model, self.params, self.executables = model, params, executables
         self.state, self._penalties = zero_states(model, plan, device)
+        if model.mesh is not None and model.stores_to_peers:
+            self._boxes, where_N2 = make_boxes(model.mesh)  # kept: programs know their addresses
+            self.state = self.state.replace(peer_addresses_N2=where_N2)
         self.followers = followers  # None: all devices of the mesh are this host's
         self._head_params = head_params(params) if model.is_last else None
 

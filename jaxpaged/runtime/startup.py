@@ -24,6 +24,7 @@ from jaxpaged.models.spec import PRODUCTS, ModelSpec
 from jaxpaged.models.spread import spread_spec
 from jaxpaged.parallel.hosts import Group
 from jaxpaged.parallel.mesh import model_mesh, stage_devices
+from jaxpaged.parallel.peers import reach_each_other
 from jaxpaged.quantization import KERNEL
 from jaxpaged.runtime import weights
 from jaxpaged.runtime.command_stream import CommandSender
@@ -98,8 +99,17 @@ def start_runner(config: EngineConfig, *, serving: bool, group: Group | None = N
         ),
     )
     parts = [None] if len(plan.stages) == 1 else plan.stages
+    stores = backend != "xla" and not config.disable_custom_all_reduce
     models = [
-        Decoder(spec, plan.kv, dtype, backend, model_mesh(own), part)
+        Decoder(
+            spec,
+            plan.kv,
+            dtype,
+            backend,
+            model_mesh(own),
+            part,
+            stores_to_peers=stores and len(own) > 1 and reach_each_other(own),
+        )
         for own, part in zip(devices_of, parts, strict=True)
     ]
     least_of_hosts = None if group is None else group.minimum

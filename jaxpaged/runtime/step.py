@@ -45,6 +45,7 @@ class EngineState(struct.PyTreeNode):
     pool_sum_SD: jax.Array | None = None  # f32[max_num_seqs + 1, D]
     pooled_RD: jax.Array | None = None  # f32[R, D]
     x_TD: jax.Array | None = None  # [T, D] from the stage before; None: this is the first
+    peer_addresses_N2: jax.Array | None = None  # see StepBatch
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,7 @@ def forward(
     batch = StepBatch(
         page_tables=tuple(page_tables[g, slot_B] for g in range(shapes.num_groups)),
         decode_only=bucket.decode_only,
+        peer_addresses_N2=state.peer_addresses_N2,
         **arrays,
     )
     x_TD = None if state.x_TD is None else state.x_TD[: bucket.num_tokens]
@@ -265,4 +267,9 @@ def zero_state(
         pool_sum_SD=jnp.zeros(sums, jnp.float32) if with_means else None,
         pooled_RD=jnp.zeros((shapes.max_rows, width), jnp.float32) if with_means else None,
         x_TD=None if model.is_first else jnp.zeros((all_tokens, width), dtype),
+        peer_addresses_N2=(
+            jnp.zeros((model.mesh.size, 2), jnp.int32)
+            if model.mesh is not None and model.stores_to_peers
+            else None
+        ),
     )
