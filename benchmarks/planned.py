@@ -1,7 +1,8 @@
 """Measured settings, and what `jaxpaged plan` expects of them: for `calibrate` and `plan_accuracy`.
 
 A result file is understood if it is one of `decode_latency`, `offline_throughput`, `engines` or
-`serving` on a card that the planner knows. Settings that a file does not spell out stand in its command.
+`serving` on a card that the planner knows. Settings that a file does not spell out stand in its
+command.
 """
 
 from __future__ import annotations
