@@ -19,6 +19,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.paged_attention_triton import paged_attention_triton
+from pallas_kernels.peer_sum import Peers, peer_sum
 from pallas_kernels.quantized_linear import quantized_linear
 from pallas_kernels.rms_norm import Rows, half_norm
 from pallas_kernels.rope_write import Written, rope_write
@@ -46,11 +47,11 @@ def scales_shape(pages: str | None, K: int, S: int) -> tuple[int, ...] | None:
     return (POOL, 2, K, S) if pages == "int8" else (2, K)
 
 
-def h200_mesh(card: str = "h200") -> Mesh:
-    """A mesh of that card, or of another whose description lies here."""
+def h200_mesh(card: str = "h200", devices: int = 1) -> Mesh:
+    """A mesh of such cards, or of others whose description lies here."""
     target = Path(__file__).parent / f"{card}_target.textproto"
     topology = topologies.get_topology_desc(
-        card, "cuda", target_config=target.read_text(), topology="1x1x1"
+        card, "cuda", target_config=target.read_text(), topology=f"1x1x{devices}"
     )
     return Mesh(np.array(topology.devices), ("x",), axis_types=(AxisType.Auto,))
 
@@ -220,6 +221,26 @@ def compile_quantized(
         return lowered.compile()
 
 
+def compile_peer_sum(mesh: Mesh, T: int, D: int) -> jax.stages.Compiled:
+    sharding = NamedSharding(mesh, PartitionSpec())
+
+    def like(shape: tuple[int, ...], dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+
+    def layer(x_TD: jax.Array, where_N2: jax.Array, bias_D: jax.Array, scale_D: jax.Array) -> Any:
+        rank = jax.lax.axis_index("x")
+        added = {"bias_D": bias_D, "residual_TD": x_TD, "next_scale_D": scale_D}
+        first = peer_sum(x_TD, Peers(where_N2, 0), rank, **added)
+        return peer_sum(first.x, Peers(where_N2, 1), rank), first.half_normed
+
+    on_all = jax.shard_map(
+        layer, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+    )
+    operands = like((T, D)), like((mesh.size, 2), "int32"), like((D,)), like((D,))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.jit(on_all).lower(*operands).compile()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--card", default="h200", choices=["h200", "a100"])
@@ -231,8 +252,12 @@ def main() -> None:
     parser.add_argument("--sampling", nargs="*", type=int, default=[], metavar="R", help="rows")
     parser.add_argument("--linear", nargs="*", type=int, default=[], metavar="T", help="rows")
     parser.add_argument("--quantized", nargs="*", type=int, default=[], metavar="T", help="rows")
+    parser.add_argument("--peers", nargs="*", type=int, default=[], metavar="N", help="devices")
     args = parser.parse_args()
     mesh = h200_mesh(args.card)
+    for N in args.peers:
+        compile_peer_sum(h200_mesh(args.card, N), 64, 5120)
+        print(f"compiled peer_sum {N}", flush=True)
     for R in args.sampling:
         temporary = compile_sampling(mesh, R).memory_analysis().temp_size_in_bytes
         print(f"compiled sampling {R}: {temporary} bytes", flush=True)

@@ -75,6 +75,10 @@ def test_products_of_few_rows() -> None:
     assert len(compiled("--names", "--linear", "1", "16", "32")) == 21
 
 
+def test_sums_over_several_cards() -> None:
+    assert len(compiled("--names", "--peers", "2", "8")) == 2
+
+
 def test_products_with_quantized_kernels() -> None:
     assert len(compiled("--names", "--quantized", "1", "32", "64")) == 15
 
