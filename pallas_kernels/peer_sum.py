@@ -23,9 +23,10 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.rms_norm import HalfNormed, Rows
 
 BOXES = 2
-MAX_WORDS = 64 * 8192 // 2  # of an array: all programs that wait run at once
 NUM_WARPS = 8
-WORDS = 32 * NUM_WARPS  # of a program, one a thread
+BLOCK = 32 * NUM_WARPS  # words that a program sends at once, one a thread
+MAX_PROGRAMS = 1024  # which wait for others' words: all run at once
+MAX_BLOCKS = 4  # of a program
 EMPTY = -1  # two NaNs of bfloat16, for which others are sent
 NANS = 0x7FFF7FFF
 
@@ -56,9 +57,15 @@ AGAIN:
 }"""
 
 
+def max_words(num_devices: int) -> int:
+    """Of an array: each device sends all of them to every other one."""
+    return MAX_PROGRAMS * MAX_BLOCKS * BLOCK * 2 // max(num_devices, 2)
+
+
 def boxes(num_devices: int) -> jax.Array:
     """Empty boxes: [devices, boxes of each, devices that send, words]."""
-    return jnp.full((num_devices, BOXES, num_devices, MAX_WORDS), EMPTY, jnp.int32)
+    shape = (num_devices, BOXES, num_devices, max_words(num_devices))
+    return jnp.full(shape, EMPTY, jnp.int32)
 
 
 class Peers(NamedTuple):
@@ -73,10 +80,20 @@ class Peers(NamedTuple):
     box: int
 
 
-def is_supported(x_TD: jax.Array) -> bool:
+def is_supported(x_TD: jax.Array, num_devices: int) -> bool:
     """Whether `peer_sum` takes this array."""
-    words = x_TD.size // 2
-    return x_TD.dtype == jnp.bfloat16 and x_TD.shape[1] % (2 * WORDS) == 0 and words <= MAX_WORDS
+    words, D = x_TD.size // 2, x_TD.shape[1]
+    return (
+        x_TD.dtype == jnp.bfloat16
+        and words <= max_words(num_devices)
+        and D % (2 * BLOCK) == 0
+        and words // BLOCK % _blocks_of_program(words) == 0
+    )
+
+
+def _blocks_of_program(words: int) -> int:
+    """As few as there may be."""
+    return pl.next_power_of_2(pl.cdiv(words, MAX_PROGRAMS * BLOCK))
 
 
 def peer_sum(
@@ -104,7 +121,7 @@ def peer_sum(
         [T, D] in bfloat16, and the first half of its norm.
     """
     T, D = x_TD.shape
-    row_blocks = D // (2 * WORDS)
+    row_blocks = D // (2 * BLOCK)
     operands = {
         "x": x_TD,
         "addresses": peers.addresses_N2,
@@ -120,7 +137,7 @@ def peer_sum(
     names = [name for name, operand in operands.items() if operand is not None]
     results = pl.pallas_call(
         partial(_kernel, names=(*names, *outs), box=peers.box, on_card=not interpret),
-        grid=(T * row_blocks,),
+        grid=(T * row_blocks // _blocks_of_program(x_TD.size // 2),),
         out_shape=list(outs.values()),
         compiler_params=pltriton.CompilerParams(num_warps=NUM_WARPS, num_stages=1),
         interpret=interpret,
@@ -132,51 +149,58 @@ def peer_sum(
 def _kernel(*refs: Any, names: tuple[str, ...], box: int, on_card: bool) -> None:
     ref = dict(zip(names, refs, strict=True))
     N, rank = ref["addresses"].shape[0], ref["rank"][0]
-    row_blocks = ref["x"].shape[1] // (2 * WORDS)
-    t, block = lax.div(pl.program_id(0), row_blocks), lax.rem(pl.program_id(0), row_blocks)
-    # A word a thread: it would wait for several one after the other, and threads that waited for
-    # the same one would find it gone.
-    w_W = jnp.arange(WORDS)
-    d_W = 2 * (block * WORDS + w_W)
+    (T, D), programs = ref["x"].shape, pl.num_programs(0)
+    row_blocks = D // (2 * BLOCK)
+    # A block has a word a thread: threads that waited for the same one would find it gone.
+    w_W = jnp.arange(BLOCK)
 
-    def halves(name: str, *row: jax.Array) -> list[jax.Array]:
-        """The two numbers of each word."""
-        return [ref[name][*row, d_W + half] for half in (0, 1)]
-
-    def place(device: jax.Array | int, sender: jax.Array | int) -> list[jax.Array]:
+    def place(device: jax.Array | int, sender: jax.Array | int, block: jax.Array) -> list[Any]:
         """Where the words of a sender are put on a device."""
         address = [jnp.broadcast_to(ref["addresses"][device, half], w_W.shape) for half in (0, 1)]
-        return [*address, (box * N + sender) * MAX_WORDS + pl.program_id(0) * WORDS + w_W]
+        return [*address, (box * N + sender) * max_words(N) + block * BLOCK + w_W]
 
-    low_W, high_W = (
-        lax.bitcast_convert_type(half_W, jnp.int16).astype(jnp.int32) for half_W in halves("x", t)
-    )
-    word_W = (low_W & 0xFFFF) | (high_W << 16)
-    word_W = jnp.where(word_W == EMPTY, NANS, word_W)
-    sent_W = jnp.zeros_like(word_W)
-    for device in range(N if on_card else 0):
-        sent_W |= _asm(_SEND, word_W, *place(device, rank))
-    added = [halves("bias")] if "bias" in ref else []
-    added += [halves("residual", t)] if "residual" in ref else []
-    scales = halves("next_scale") if "next_scale" in ref else []
-    # In the same order everywhere, or the devices would come to differ.
-    got = [word_W] * N
-    if on_card:
-        got = [_asm(_RECEIVE, sent_W, *place(rank, sender)) for sender in range(N)]
-    square_W = jnp.zeros(w_W.shape, jnp.float32)
-    for half, shift in enumerate((16, 0)):
-        y_W = jnp.zeros(w_W.shape, jnp.float32)
-        for word_W in got:
-            y_W += lax.bitcast_convert_type((word_W << shift) & -0x10000, jnp.float32)
-        for term in added:
-            y_W += term[half].astype(jnp.float32)
-        y_W = y_W.astype(ref["out"].dtype)
-        ref["out"][t, d_W + half] = y_W
+    def halves(name: str, block: jax.Array) -> list[jax.Array]:
+        """The two numbers of each word."""
+        d_W = 2 * (lax.rem(block, row_blocks) * BLOCK + w_W)
+        row = () if ref[name].ndim == 1 else (lax.div(block, row_blocks),)
+        return [ref[name][*row, d_W + half] for half in (0, 1)]
+
+    sent_W = jnp.zeros(w_W.shape, jnp.int32)
+    blocks = [pl.program_id(0) + step * programs for step in range(_blocks_of_program(T * D // 2))]
+    words = []
+    for block in blocks:
+        low_W, high_W = (
+            lax.bitcast_convert_type(half_W, jnp.int16).astype(jnp.int32)
+            for half_W in halves("x", block)
+        )
+        word_W = (low_W & 0xFFFF) | (high_W << 16)
+        word_W = jnp.where(word_W == EMPTY, NANS, word_W)
+        for device in range(N if on_card else 0):
+            sent_W |= _asm(_SEND, word_W, *place(device, rank, block))
+        words.append(word_W)
+    for block, word_W in zip(blocks, words, strict=True):
+        added = [halves(name, block) for name in ("bias", "residual") if name in ref]
+        scales = halves("next_scale", block) if "next_scale" in ref else []
+        # In the same order everywhere, or the devices would come to differ.
+        got = [word_W] * N
+        if on_card:
+            got = [_asm(_RECEIVE, sent_W, *place(rank, sender, block)) for sender in range(N)]
+        square_W = jnp.zeros(w_W.shape, jnp.float32)
+        t, part = lax.div(block, row_blocks), lax.rem(block, row_blocks)
+        d_W = 2 * (part * BLOCK + w_W)
+        for half, shift in enumerate((16, 0)):
+            y_W = jnp.zeros(w_W.shape, jnp.float32)
+            for bits_W in got:
+                y_W += lax.bitcast_convert_type((bits_W << shift) & -0x10000, jnp.float32)
+            for term in added:
+                y_W += term[half].astype(jnp.float32)
+            y_W = y_W.astype(ref["out"].dtype)
+            ref["out"][t, d_W + half] = y_W
+            if scales:
+                ref["next"][t, d_W + half] = y_W * scales[half]
+                square_W += jnp.square(y_W.astype(jnp.float32))
         if scales:
-            ref["next"][t, d_W + half] = y_W * scales[half]
-            square_W += jnp.square(y_W.astype(jnp.float32))
-    if scales:
-        ref["next_square"][block, t] = square_W.sum()
+            ref["next_square"][part, t] = square_W.sum()
 
 
 def _asm(code: str, *args_W: jax.Array) -> jax.Array:

@@ -32,7 +32,7 @@ from pallas_kernels.peer_sum import BOXES, Peers, peer_sum
 
 LIMIT_SECONDS = 120
 LAYERS, WEIGHTS, CALLS, REPEATS = 24, 4, 10, 5
-WIDTHS, ROWS = (5120, 3584), (8, 16, 32, 64)
+WIDTHS, ROWS = (5120, 3584), (8, 64, 128, 256)
 IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION"
 WHOLE, SPLIT, COLUMNS = PartitionSpec(), PartitionSpec(MODEL), PartitionSpec(None, MODEL)
 EXCHANGES: dict[str, dict[str, Any]] = {
@@ -127,7 +127,9 @@ def main() -> int:
     assert reach_each_other(mesh.devices.flat), "these do not reach each other"
     kept, where_N2 = make_boxes(mesh)
     print(f"{jax.__version__}, {mesh.size} x {devices[0].device_kind}", flush=True)
-    right = all([check(mesh, where_N2, *shape) for shape in ((8, 3584), (64, 5120), (3, 512))])
+    right = all(
+        [check(mesh, where_N2, *shape) for shape in ((8, 3584), (64, 5120), (3, 512), (256, 5120))]
+    )
 
     def random(*shape: int, spec: PartitionSpec, scale: float = 1.0) -> jax.Array:
         make = lambda: jax.random.normal(jax.random.key(0), shape, jnp.bfloat16) * scale  # noqa: E731

@@ -176,7 +176,7 @@ def _product(
                 precision=matmul_precision(dtype),
             )
     if axis is not None:
-        if peers is not None and is_supported(y):
+        if peers is not None and is_supported(y, peers.addresses_N2.shape[0]):
             scale_D = next_norm.scale_D if next_norm and not next_norm.plus_one else None
             return peer_sum(
                 y,

@@ -10,10 +10,10 @@ import pytest
 from pallas_kernels.peer_sum import (
     BOXES,
     EMPTY,
-    MAX_WORDS,
     Peers,
     boxes,
     is_supported,
+    max_words,
     peer_sum,
 )
 from pallas_kernels.rms_norm import half_norm
@@ -33,7 +33,7 @@ def test_bias_and_residual_are_added_once_and_the_next_norm_begun(devices: int) 
         normal(3, 1024),
         normal(1024),
     )
-    x_TD = x_TD.at[0, :3].set(jnp.array([0, jnp.inf, -0.0]))
+    x_TD = x_TD.at[0, :3].set(jnp.array([0, jnp.inf, -0.0], jnp.bfloat16))
     rows = peer_sum(
         x_TD,
         Peers(jnp.zeros((devices, 2), jnp.int32), 0),
@@ -67,11 +67,20 @@ def test_what_says_that_a_place_is_empty_is_never_sent() -> None:
     assert jnp.isnan(rows.x).all() and not (sent == EMPTY).any()
 
 
+def test_several_blocks_a_program() -> None:
+    x_TD = normal(520, 1024)  # more than as many programs as run at once would take
+    assert is_supported(x_TD, 2)
+    where_N2 = jnp.zeros((2, 2), jnp.int32)
+    rows = peer_sum(x_TD, Peers(where_N2, 0), jnp.int32(0), residual_TD=x_TD, interpret=True)
+    expected = x_TD.astype(jnp.float32) * 3
+    np.testing.assert_array_equal(rows.x, expected.astype(jnp.bfloat16))
+
+
 def test_which_sums_fit() -> None:
-    assert is_supported(jnp.zeros((64, 8192), jnp.bfloat16))
-    assert not is_supported(jnp.zeros((65, 8192), jnp.bfloat16))
-    assert not is_supported(jnp.zeros((8, 1152), jnp.bfloat16))
-    assert not is_supported(jnp.zeros((8, 1024)))
+    assert is_supported(jnp.zeros((256, 8192), jnp.bfloat16), 2)
+    assert not is_supported(jnp.zeros((256, 8192), jnp.bfloat16), 4)
+    assert not is_supported(jnp.zeros((8, 1152), jnp.bfloat16), 2)
+    assert not is_supported(jnp.zeros((8, 1024)), 2)
     empty = boxes(2)
-    assert empty.shape == (2, BOXES, 2, MAX_WORDS)
+    assert empty.shape == (2, BOXES, 2, max_words(2))
     assert (empty == EMPTY).all()
