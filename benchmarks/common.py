@@ -30,6 +30,7 @@ RESULTS = Path(__file__).parent / "results"
 SHOWN_PERCENTILES = (50, 90, 99)
 COMPARED = (
     "tensor_parallel_size",
+    "disable_custom_all_reduce",
     "pipeline_parallel_size",
     "quantization",
     "kv_cache_dtype",
