@@ -23,9 +23,9 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.rms_norm import HalfNormed, Rows
 
 BOXES = 2
-NUM_WARPS = 8
+NUM_WARPS = 4
 BLOCK = 32 * NUM_WARPS  # words that a program sends at once, one a thread
-MAX_PROGRAMS = 1024  # which wait for others' words: all run at once
+MAX_PROGRAMS = 1536  # which wait for others' words: all run at once, 16 on a multiprocessor
 MAX_BLOCKS = 4  # of a program
 EMPTY = -1  # two NaNs of bfloat16, for which others are sent
 NANS = 0x7FFF7FFF
@@ -111,7 +111,7 @@ def peer_sum(
     All devices have to call it in the same order, each time with the other box than before.
 
     Args:
-        x_TD: bfloat16, this device's part of the sum; D is a multiple of 512.
+        x_TD: bfloat16, this device's part of the sum; D is a multiple of 256.
         rank: int32, which of the devices this is.
         bias_D, residual_TD: bfloat16, added once.
         next_scale_D: factors of the norm of the result, to begin it here.

@@ -77,9 +77,9 @@ def test_several_blocks_a_program() -> None:
 
 
 def test_which_sums_fit() -> None:
-    assert is_supported(jnp.zeros((256, 8192), jnp.bfloat16), 2)
-    assert not is_supported(jnp.zeros((256, 8192), jnp.bfloat16), 4)
-    assert not is_supported(jnp.zeros((8, 1152), jnp.bfloat16), 2)
+    assert is_supported(jnp.zeros((256, 6144), jnp.bfloat16), 2)
+    assert not is_supported(jnp.zeros((256, 6144), jnp.bfloat16), 4)
+    assert not is_supported(jnp.zeros((8, 640), jnp.bfloat16), 2)
     assert not is_supported(jnp.zeros((8, 1024)), 2)
     empty = boxes(2)
     assert empty.shape == (2, BOXES, 2, max_words(2))
