@@ -5,8 +5,9 @@ device writes its words into a place that every other device has for it, and wai
 places have been filled: an empty one holds `EMPTY`, which no word ever is. Whoever has read a word
 empties its place again.
 
-Two boxes of places alternate. A device fills a box again only when it has read, from the other box,
-what its owner sent after emptying this one: so no word meets another, without a counter or a fence.
+No two sums in a row use the same box of places. So a device fills a box again only when it has
+read, from another one, what its owner sent after emptying this: no word meets another, without a
+counter or a fence.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.rms_norm import HalfNormed, Rows
 
-BOXES = 2
+BOXES = 3
 NUM_WARPS = 4
 BLOCK = 32 * NUM_WARPS  # words that a program sends at once, one a thread
 MAX_PROGRAMS = 1536  # which wait for others' words: all run at once, 16 on a multiprocessor
@@ -73,7 +74,7 @@ class Peers(NamedTuple):
 
     Attributes:
         addresses_N2: int32, low and high half of where each device's `boxes` lie.
-        box: 0 or 1.
+        box: below `BOXES`.
     """
 
     addresses_N2: jax.Array
@@ -108,7 +109,7 @@ def peer_sum(
 ) -> Rows:
     """residual + bias + the sum of `x_TD` over the devices, in float32, rounded once.
 
-    All devices have to call it in the same order, each time with the other box than before.
+    All devices have to call it in the same order, each time with another box than before.
 
     Args:
         x_TD: bfloat16, this device's part of the sum; D is a multiple of 256.

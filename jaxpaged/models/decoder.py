@@ -22,11 +22,12 @@ from jaxpaged.layers.rope import rope_tables
 from jaxpaged.models.spec import LayerQuantization, ModelSpec
 from jaxpaged.parallel.sharding import LAYER_SCALES_AXES, split_attention
 from jaxpaged.quantization import Quantized, Scheme
-from pallas_kernels.peer_sum import Peers
+from pallas_kernels.peer_sum import BOXES, Peers
 from pallas_kernels.rms_norm import Norm, Rows
 
 Params = Any  # nested dicts of arrays
-ATTENTION, MLP_OUT = 0, 1  # boxes of `peer_sum`: sums in turn take one and the other
+# Of `peer_sum`: no two sums in a row take the same.
+ATTENTION, MLP_OUT, EMBEDDING = range(BOXES)
 
 
 class Attention(nn.Module):
@@ -261,7 +262,7 @@ class Decoder(nn.Module):
     def setup(self) -> None:
         s = self.spec
         if self.is_first or (self.is_last and s.tie_embeddings):
-            self.embed = Embedding(s.vocab_rows, s.width, self.dtype)
+            self.embed = Embedding(s.vocab_rows, s.width, self.dtype, self.mesh)
         self.layers = {
             str(index): SharedDecoderLayer(
                 s,
@@ -315,7 +316,7 @@ class Decoder(nn.Module):
     def _embed_tokens(self, batch: StepBatch, last_token: jax.Array) -> jax.Array:
         token_T = batch.token_T
         token_T = jnp.where(token_T < 0, last_token[-1 - token_T], token_T)
-        x_TD = self.embed(token_T)
+        x_TD = self.embed(token_T, peers(batch, EMBEDDING))
         if self.spec.embed_scale is not None:
             x_TD *= jnp.asarray(self.spec.embed_scale, self.dtype)
         return x_TD

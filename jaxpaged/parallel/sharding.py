@@ -132,6 +132,21 @@ def split_product(
     )
 
 
+def split_lookup(lookup: Callable[..., jax.Array], mesh: Mesh) -> Callable[..., jax.Array]:
+    """A lookup in each device's own part of a table [V, D].
+
+    Args:
+        lookup: (tokens, part of the table, axis) -> rows: adds up over that axis what devices find.
+    """
+    return jax.shard_map(
+        partial(lookup, axis=RULES["vocab"]),
+        mesh=mesh,
+        in_specs=(PartitionSpec(), partition(("vocab", None))),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """Whole on every device: tokens, tables and hidden states."""
     return NamedSharding(mesh, PartitionSpec())
