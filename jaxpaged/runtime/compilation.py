@@ -56,8 +56,17 @@ def _without_jax_cache() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
+# What XLA takes into graphs anyway, and collectives; options of the XLA of JAX 0.11.
+NCCL_IN_GRAPHS = {
+    "xla_gpu_experimental_use_collective_kernels": "",
+    "xla_gpu_enable_command_buffer": (
+        "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,DYNAMIC_SLICE_FUSION,COLLECTIVES"
+    ),
+}
+
+
 def compile_options(
-    platform: str, tokens: int = 0, width: int = 0, quantized: bool = False
+    platform: str, tokens: int = 0, width: int = 0, quantized: bool = False, devices: int = 1
 ) -> dict[str, Any]:
     """XLA's options for an executable of an engine.
 
@@ -66,11 +75,13 @@ def compile_options(
         tokens: rows of its weight products; 0: it has none.
         width: of the model's hidden states.
         quantized: some of its weights are, and may be widened on their way into a product.
+        devices: that share them.
     """
     if platform == "cpu":
         # The time goes to library products: less work on the rest compiles a quarter faster and
         # runs no slower (measured with 55M parameters, 12 layers).
         return {"xla_backend_optimization_level": 1}
+    options: dict[str, Any] = {}
     if platform == "gpu" and 64 <= tokens <= 256 and width >= 2048 and not quantized:
         # cuBLASLt alone. Its products are no faster than XLA's choice with Triton among the
         # candidates, but they add bias and residual themselves: fewer kernels. One run on an H200,
@@ -79,8 +90,13 @@ def compile_options(
         # at 256; compiling 7 layers 2.0-2.7 -> 0.3-0.4 s. A whole step of Qwen3-0.6B, width 1024,
         # at 64 tokens takes 8 % longer so. Other sizes were not measured, nor quantized weights:
         # of 8-bit integers cuBLASLt wants a bfloat16 copy, which Triton's products do without.
-        return {"xla_gpu_enable_triton_gemm": False}
-    return {}
+        options["xla_gpu_enable_triton_gemm"] = False
+    if platform == "gpu" and devices > 1 and 0 < tokens <= 128:
+        # What is left to XLA to add up, if anything. By default it takes a kernel that no graph
+        # can hold. `scripts/check_gpu_peer_sum.py` on two H200s, JAX 0.11.2, 8 / 64 / 128 / 256
+        # rows of 5120: 43 / 33 / 29 / 31 us a sum by default, 26 / 17 / 26 / 36 so.
+        options |= NCCL_IN_GRAPHS if jax.__version_info__[:2] == (0, 11) else {}
+    return options
 
 
 @dataclass(frozen=True)

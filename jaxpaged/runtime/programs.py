@@ -162,6 +162,7 @@ class Programs:
                         bucket.num_tokens,
                         self.model.spec.width,
                         self.model.spec.is_quantized,
+                        1 if self.model.mesh is None else self.model.mesh.size,
                     ),
                 )
             case Sample(num_rows, variant):
