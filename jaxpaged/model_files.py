@@ -35,8 +35,8 @@ def resolve_model(
         download_dir: where hub files are kept; default: Hugging Face's own cache.
 
     Raises:
-        ModelFilesError: no such folder, and no such repository or no way to reach the hub; or a GGUF
-            file that is missing or not supported.
+        ModelFilesError: no such folder, and no such repository or no way to reach the hub; or a
+            GGUF file that is missing or not supported.
     """
     if name is None:
         return DEMO_MODEL

@@ -140,7 +140,8 @@ def _check_sizes(
     found = {int(m[1]) for name in gguf.tensors if (m := re.match(r"blk\.(\d{1,9})\.", name))}
     if len(found) != layers or (found and max(found) != layers - 1):
         raise ModelFilesError(
-            f"{gguf.path}: {arch}.block_count is {layers}, but there are tensors of {len(found)} layers"
+            f"{gguf.path}: {arch}.block_count is {layers}, but there are tensors of {len(found)} "
+            f"layers"
         )
     shapes = {
         "token_embd.weight": (gguf.tensor("token_embd.weight").shape[0], width),
@@ -151,8 +152,8 @@ def _check_sizes(
     for name, shape in shapes.items():
         if gguf.tensor(name).shape != shape:
             raise ModelFilesError(
-                f"{gguf.path}: {name} is {list(gguf.tensor(name).shape)}, but its metadata ({arch}.*) "
-                f"wants {list(shape)}"
+                f"{gguf.path}: {name} is {list(gguf.tensor(name).shape)}, but its metadata "
+                f"({arch}.*) wants {list(shape)}"
             )
 
 

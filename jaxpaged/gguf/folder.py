@@ -1,8 +1,8 @@
 """Makes a model folder of a GGUF file: what else reads models reads it like any other.
 
-The folder lies in the user's cache and holds links to the weights, and config.json, generation_config.json
-and the tokenizer: links to those beside the file where there are any, else made of its metadata. It is
-made once for each state of those files.
+The folder lies in the user's cache and holds links to the weights, and config.json,
+generation_config.json and the tokenizer: links to those beside the file where there are any, else
+made of its metadata. It is made once for each state of those files.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def model_folder(path: Path, cache: Path | None = None) -> Path:
         raise ModelFilesError(f"{error.filename} is missing") from None
     key = hashlib.sha256(f"{jaxpaged.__version__} {states}".encode()).hexdigest()[:16]
     cache = cache or Path(platformdirs.user_cache_dir("jaxpaged")) / "gguf"
-    folder = cache / f"{path.stem}-{key}"
+    folder = cache / f"{path.stem[:100]}-{key}"
     if folder.is_dir():
         return folder
     texts = _texts(read_gguf(path), beside)

@@ -1,7 +1,7 @@
 """Reads what a GGUF file says of itself: its metadata, and where its tensors lie.
 
-Every number in the file is checked before anything is reserved for it: a file may be cut off, or made
-to do harm. Source of the format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Every number in the file is checked before anything is reserved for it: a file may be cut off, or
+made to do harm. Source of the format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_TENSORS = 1 << 20
 MOST_ITEMS = 1 << 22  # of an array
 MOST_DIMENSIONS = 4
 MOST_BYTES = 1 << 24  # of a string
-SCALARS = {  # type: format of `struct`
+SCALARS = {  # a value's type, and its format for `struct`
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
 STRING, ARRAY = 8, 9

@@ -30,6 +30,7 @@ SPECIAL = {
     "unk_token": "tokenizer.ggml.unknown_token_id",
     "pad_token": "tokenizer.ggml.padding_token_id",
 }
+LONGEST = 4096  # characters of a token: far above what any vocabulary has
 SPACE = "\u2581"  # what SentencePiece writes for a space
 
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -67,8 +68,20 @@ def make_tokenizer(gguf: Gguf) -> tuple[Tokenizer, dict[str, Any]] | None:
     """
     if "tokenizer.ggml.model" not in gguf.metadata:
         return None
+    try:
+        return _make(gguf)
+    except ModelFilesError:
+        raise
+    except Exception as error:  # tokenizers raises nothing more special
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelFilesError(f"{gguf.path}: its tokenizer is not sound: {reason}") from error
+
+
+def _make(gguf: Gguf) -> tuple[Tokenizer, dict[str, Any]]:
     kind = gguf.text("tokenizer.ggml.model")
     tokens = gguf.items("tokenizer.ggml.tokens", str)
+    if any(len(token) > LONGEST for token in tokens):
+        raise ModelFilesError(f"{gguf.path}: its vocabulary has a token above {LONGEST} characters")
     if kind == "llama":
         tokenizer, begins = _sentence_piece(gguf, tokens), True
     elif kind == "gpt2":
@@ -167,11 +180,7 @@ def _byte_level(gguf: Gguf, tokens: Sequence[str]) -> tuple[Tokenizer, bool]:
     split = SPLITS[name]
     vocab = {token: place for place, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ", 1)) for merge in gguf.items("tokenizer.ggml.merges", str)]
-    try:
-        model = models.BPE(vocab, merges, ignore_merges=split in WHOLE_WORDS)
-    except Exception as error:  # tokenizers raises nothing more special
-        raise ModelFilesError(f"{gguf.path}: its tokenizer's merges do not fit: {error}") from error
-    tokenizer = Tokenizer(model)
+    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=split in WHOLE_WORDS))
     if split is None:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     else:

@@ -115,8 +115,6 @@ def _widen(path: Path, stored: StoredTensor) -> np.ndarray:
     """float32 values, rows of them at a time in every thread."""
     package = gguf_package()
     kind = package.GGMLQuantizationType(stored.kind)
-    if kind == package.GGMLQuantizationType.F32:
-        return np.memmap(stored.file, "<f4", "r", stored.offset, stored.shape)
     num_rows = math.prod(stored.shape[:-1])
     rows = np.memmap(
         stored.file, np.uint8, "r", stored.offset, (num_rows, stored.num_bytes // num_rows)
