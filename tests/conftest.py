@@ -19,7 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--real-model",
         type=Path,
         metavar="MODEL",
-        help="folder of a Hugging Face checkpoint, or a GGUF file; runs the tests marked real_model against it",
+        help="folder of a Hugging Face checkpoint, or GGUF file, for the tests marked real_model",
     )
 
 
