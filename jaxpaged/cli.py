@@ -192,6 +192,7 @@ def _convert(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     import jax
 
+    from jaxpaged.gguf.header import SUFFIX
     from jaxpaged.model_files import find_config
     from jaxpaged.models import load_spec
     from jaxpaged.planning.predict import predict
@@ -204,7 +205,9 @@ def _plan(args: argparse.Namespace) -> int:
     found_config = find_config(args.model_tag, config.revision, config.download_dir)
     spec = load_spec(found_config, config.quantization)
     found = predict(spec, config, options)
-    model = "MODEL" if Path(args.model_tag).is_file() else args.model_tag  # serve wants a folder
+    file = Path(args.model_tag)
+    bare = file.is_file() and file.suffix != SUFFIX  # serve wants more than a config.json
+    model = "MODEL" if bare else args.model_tag
     if options.json:
         print(json.dumps(as_json(model, config, options, found), indent=1))
     else:

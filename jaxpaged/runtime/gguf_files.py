@@ -42,7 +42,7 @@ LAYER_TENSORS_OF = {  # where an architecture has other norms
 }
 PAIRED_HEADS = ("llama",)  # the converter put the two numbers that RoPE turns beside each other
 NORM_PLUS_ONE = ("gemma3",)  # the converter added the one
-CHUNK = 1 << 20  # bytes of blocks that a thread widens at once
+CHUNK = 1 << 18  # bytes of blocks that a thread widens at once
 THREADS = 8
 
 
@@ -112,25 +112,25 @@ def _name(name: str, arch: str) -> str:
 
 
 def _widen(path: Path, stored: StoredTensor) -> np.ndarray:
-    """float32 values, rows of them at a time in every thread."""
+    """float32 values, some blocks of them at a time in every thread."""
     package = gguf_package()
     kind = package.GGMLQuantizationType(stored.kind)
-    num_rows = math.prod(stored.shape[:-1])
-    rows = np.memmap(
-        stored.file, np.uint8, "r", stored.offset, (num_rows, stored.num_bytes // num_rows)
-    )
-    values = np.empty((num_rows, stored.shape[-1]), np.float32)
-    step = max(1, CHUNK // rows.shape[1])
+    block, block_bytes = package.GGML_QUANT_SIZES[kind]
+    blocks = np.memmap(stored.file, np.uint8, "r", stored.offset, (stored.num_bytes,))
+    blocks = blocks.reshape(-1, block_bytes)
+    values = np.empty((len(blocks), block), np.float32)
+    step = max(1, CHUNK // block_bytes)
 
     def widen(begin: int) -> None:
+        some = slice(begin, begin + step)
         with np.errstate(all="ignore"):  # blocks of nonsense are no numbers, and no warning helps
-            values[begin : begin + step] = package.quants.dequantize(
-                rows[begin : begin + step], kind
-            )
+            # One long row: the package takes rows by the few, and threads would wait for Python.
+            found = package.quants.dequantize(blocks[some].reshape(1, -1), kind)
+            values[some] = found.reshape(-1, block)
 
     try:
         with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(widen, range(0, num_rows, step)))
+            list(pool.map(widen, range(0, len(blocks), step)))
     except NotImplementedError:
         raise ModelFilesError(
             f"{path}: {stored.name} is {kind.name}, which the package gguf does not widen: take a "

@@ -111,7 +111,7 @@ def test_blocks_of_every_type(tmp_path: Path, kind: Kind, monkeypatch: pytest.Mo
     """Random blocks, in several threads' shares, are what the gguf package makes of each row."""
     block, block_bytes = GGML_QUANT_SIZES[kind]
     rows, width = 7, 2 * block
-    monkeypatch.setattr(gguf_files, "CHUNK", 4 * block_bytes)  # two rows a thread
+    monkeypatch.setattr(gguf_files, "CHUNK", 3 * block_bytes)  # three blocks a thread
     blocks = np.random.RandomState(0).randint(0, 60, (rows, width // block * block_bytes), np.uint8)
     (tmp_path / "config.json").write_text("{}")
     writer = GGUFWriter(tmp_path / "x.gguf", "qwen2")
