@@ -23,7 +23,8 @@ from jaxpaged.gguf.config import architecture
 from jaxpaged.gguf.header import Gguf
 from jaxpaged.model_errors import ModelFilesError
 
-CONTROL, USER_DEFINED = 3, 4  # kinds of tokens that are matched whole; the first are special
+# Kinds of tokens that are matched whole; the last are text like any other.
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 SPECIAL = {
     "bos_token": "tokenizer.ggml.bos_token_id",
     "eos_token": "tokenizer.ggml.eos_token_id",
@@ -56,8 +57,9 @@ SPLITS: Mapping[str, str | None] = {
     "deepseek-r1-qwen": _QWEN2,
     "tekken": _TEKKEN,
 }
-WHOLE_WORDS = (_LLAMA3, _TEKKEN)  # a word of the vocabulary is a token, whatever merges make of it
-WITH_BOS = (_LLAMA3,)  # unless the file says otherwise
+# A word of the vocabulary is a token, whatever merges make of it; and unless the file says
+# otherwise, a text begins with BOS.
+WHOLE_WORDS = (_LLAMA3, _TEKKEN)
 
 
 def make_tokenizer(gguf: Gguf) -> tuple[Tokenizer, dict[str, Any]] | None:
@@ -94,9 +96,9 @@ def _make(gguf: Gguf) -> tuple[Tokenizer, dict[str, Any]]:
     special = {name: _token(gguf, tokens, key) for name, key in SPECIAL.items()}
     kinds = gguf.items("tokenizer.ggml.token_type", int)
     whole = [
-        AddedToken(token, normalized=False, special=kind == CONTROL)
+        AddedToken(token, normalized=False, special=kind != USER_DEFINED)
         for token, kind in zip(tokens, kinds, strict=False)
-        if kind in (CONTROL, USER_DEFINED) and tokenizer.token_to_id(token) is not None
+        if kind in (UNKNOWN, CONTROL, USER_DEFINED) and tokenizer.token_to_id(token) is not None
     ]
     tokenizer.add_tokens(whole)
     _add_ends(
@@ -170,7 +172,7 @@ def _merges(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str
 
 
 def _byte_level(gguf: Gguf, tokens: Sequence[str]) -> tuple[Tokenizer, bool]:
-    """GPT-2's kind, and whether a text begins with a token of its own unless the file says so."""
+    """GPT-2's kind, and whether a text begins with BOS unless the file says otherwise."""
     name = gguf.text("tokenizer.ggml.pre", "default")
     if name not in SPLITS:
         raise ModelFilesError(
@@ -193,7 +195,7 @@ def _byte_level(gguf: Gguf, tokens: Sequence[str]) -> tuple[Tokenizer, bool]:
     if split == _QWEN2:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer, split in WITH_BOS
+    return tokenizer, split in WHOLE_WORDS
 
 
 def _add_ends(tokenizer: Tokenizer, first: str | None, last: str | None) -> None:

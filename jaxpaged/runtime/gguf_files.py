@@ -116,8 +116,8 @@ def _widen(path: Path, stored: StoredTensor) -> np.ndarray:
     package = gguf_package()
     kind = package.GGMLQuantizationType(stored.kind)
     block, block_bytes = package.GGML_QUANT_SIZES[kind]
-    blocks = np.memmap(stored.file, np.uint8, "r", stored.offset, (stored.num_bytes,))
-    blocks = blocks.reshape(-1, block_bytes)
+    shape = (stored.num_bytes // block_bytes, block_bytes)
+    blocks = np.memmap(stored.file, np.uint8, "r", stored.offset, shape)
     values = np.empty((len(blocks), block), np.float32)
     step = max(1, CHUNK // block_bytes)
 

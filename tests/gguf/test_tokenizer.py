@@ -117,6 +117,24 @@ def test_how_a_text_is_split(name: str, pieces: list[str]) -> None:
     assert [piece for piece, _ in split.pre_tokenize_str("It'S 12345!!\n ok")] == pieces
 
 
+def test_words_of_the_vocabulary_are_whole_where_the_model_has_them_so() -> None:
+    metadata = {MODEL: "gpt2", "tokenizer.ggml.tokens": ["a", "b", "ab"]}  # and no merges
+    assert made(gguf({**metadata, PRE: "llama-bpe"})).encode("ab").tokens == ["ab"]
+    assert made(gguf({**metadata, PRE: "qwen2"})).encode("ab").tokens == ["a", "b"]
+
+
+def test_kinds_of_tokens() -> None:
+    metadata = {
+        MODEL: "gpt2",
+        "tokenizer.ggml.tokens": ["a", "<unk>", "<s>", "<think>", "<", "s", ">"],
+        "tokenizer.ggml.token_type": [1, 2, 3, 4, 1, 1, 1],
+    }
+    tokenizer = made(gguf(metadata))
+    ids = tokenizer.encode("a<unk><s><think>a").ids
+    assert ids == [0, 1, 2, 3, 0]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "a<think>a"
+
+
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
