@@ -53,7 +53,7 @@ class Gguf:
     metadata: dict[str, Any]  # arrays are lists
     tensors: dict[str, StoredTensor]
 
-    def integer(self, key: str, default: int | None = None, *, most: int = 1 << 31) -> int:
+    def integer(self, key: str, default: int | None = None, *, most: int = (1 << 31) - 1) -> int:
         """A number of the metadata, at least 0.
 
         Raises:
