@@ -12,7 +12,7 @@ import pytest
 import tiny_models
 from flax.traverse_util import flatten_dict
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quants
-from gguf_models import CONFIGS, write_gguf
+from gguf_models import CONFIGS, MISTRAL, write_gguf
 from paged_runner import PagedRunner, make_decoder
 from safetensors.numpy import save_file
 
@@ -97,11 +97,14 @@ def test_converted_to_orbax(model: Any, tmp_path: Path) -> None:
         np.testing.assert_array_equal(restored[name], leaf.astype(jnp.bfloat16).astype(leaf.dtype))
 
 
-def test_a_folder_with_config_json_beside_a_file(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "tiny.gguf", CONFIGS["qwen3"])
-    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3"]))
-    assert_same(load(tmp_path, load_format="gguf"), load(tmp_path, load_format="auto"))
-    write_gguf(tmp_path / "other.gguf", CONFIGS["qwen3"])
+def test_a_folder_with_config_json_beside_a_file(model: Any, tmp_path: Path) -> None:
+    """Mistral, whose window no GGUF file tells."""
+    _, beside = model(MISTRAL, Kind.Q8_0)
+    (tmp_path / "files" / "tiny.gguf").rename(tmp_path / "tiny.gguf")
+    (tmp_path / "config.json").write_text(json.dumps(MISTRAL))
+    for load_format in ("gguf", "auto"):
+        assert_same(load(tmp_path, load_format=load_format), load(beside))
+    write_gguf(tmp_path / "other.gguf", MISTRAL)
     with pytest.raises(ModelFilesError, match=r"several models \(other.gguf, tiny.gguf\)"):
         load(tmp_path)
 
