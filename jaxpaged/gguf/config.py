@@ -41,6 +41,11 @@ SAMPLING = {  # generation_config.json -> general.sampling
     "min_p": "min_p",
     "repetition_penalty": "penalty_repeat",
 }
+YARN = {  # settings that a file need not have
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+    "attention_factor": "yarn_attn_factor",
+}
 F32 = 0
 ROPE_FACTORS = (
     "rope_freqs.weight"  # Llama 3.1's stretching: what each pair's frequency is divided by
@@ -167,9 +172,9 @@ def _rope_scaling(gguf: Gguf, arch: str, head_dim: int) -> dict[str, Any] | None
     scaling: dict[str, Any] = {"rope_type": kind, "factor": gguf.real(f"{key}.factor")}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = gguf.integer(f"{key}.original_context_length")
-        for ours in ("beta_fast", "beta_slow"):
-            if f"{key}.yarn_{ours}" in gguf.metadata:
-                scaling[ours] = gguf.real(f"{key}.yarn_{ours}")
+        for ours, theirs in YARN.items():
+            if f"{key}.{theirs}" in gguf.metadata:
+                scaling[ours] = gguf.real(f"{key}.{theirs}")
     elif kind != "linear":
         raise ModelFilesError(f"{gguf.path}: {key}.type {kind!r} is not supported")
     return scaling
