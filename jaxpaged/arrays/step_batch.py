@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 from flax import struct
 
+from pallas_kernels.peer_sum import Peers
+
 
 @struct.dataclass
 class StepBatch:
@@ -27,3 +29,7 @@ class StepBatch:
     # [N, 2] where devices that store into each other's memory do so (pallas_kernels/peer_sum.py)
     peer_addresses_N2: jax.Array | None = None
     decode_only: bool = struct.field(pytree_node=False, default=False)  # T == B, one token each
+
+    def peers(self, box: int) -> Peers | None:
+        """For a sum over devices that takes this box; None: they do not reach each other."""
+        return None if self.peer_addresses_N2 is None else Peers(self.peer_addresses_N2, box)

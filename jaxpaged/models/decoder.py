@@ -22,7 +22,7 @@ from jaxpaged.layers.rope import rope_tables
 from jaxpaged.models.spec import LayerQuantization, ModelSpec
 from jaxpaged.parallel.sharding import LAYER_SCALES_AXES, split_attention
 from jaxpaged.quantization import Quantized, Scheme
-from pallas_kernels.peer_sum import BOXES, Peers
+from pallas_kernels.peer_sum import BOXES
 from pallas_kernels.rms_norm import Norm, Rows
 
 Params = Any  # nested dicts of arrays
@@ -86,7 +86,7 @@ class Attention(nn.Module):
         qkv_TKXH = self.qkv(rows, norm=norm.operands()).x
         out_TNH, pages = attend_heads(qkv_TKXH, pages, self.kv_scale, scales, rope, batch, places)
         mixed = self.o(
-            Rows(out_TNH), residual=residual_TD, next_norm=next_norm, peers=peers(batch, ATTENTION)
+            Rows(out_TNH), residual=residual_TD, next_norm=next_norm, peers=batch.peers(ATTENTION)
         )
         return mixed, pages
 
@@ -133,19 +133,13 @@ class MLP(nn.Module):
     ) -> Rows:
         hidden = self.gate_up(rows, norm=norm.operands(), activation=self.spec.activation)
         return self.down(
-            hidden, residual=residual_TD, next_norm=next_norm, peers=peers(batch, MLP_OUT)
+            hidden, residual=residual_TD, next_norm=next_norm, peers=batch.peers(MLP_OUT)
         )
 
 
 def fuses(backend: str) -> bool:
     """Whether products of few rows may take their own kernels."""
     return backend != "xla"
-
-
-def peers(batch: StepBatch, box: int) -> Peers | None:
-    """Where sums over devices are made, if they store into each other's memory."""
-    where_N2 = batch.peer_addresses_N2
-    return None if where_N2 is None else Peers(where_N2, box)
 
 
 def scheme(quantized: Quantized | None) -> Scheme | None:
@@ -316,7 +310,7 @@ class Decoder(nn.Module):
     def _embed_tokens(self, batch: StepBatch, last_token: jax.Array) -> jax.Array:
         token_T = batch.token_T
         token_T = jnp.where(token_T < 0, last_token[-1 - token_T], token_T)
-        x_TD = self.embed(token_T, peers(batch, EMBEDDING))
+        x_TD = self.embed(token_T, batch.peers(EMBEDDING))
         if self.spec.embed_scale is not None:
             x_TD *= jnp.asarray(self.spec.embed_scale, self.dtype)
         return x_TD
