@@ -48,6 +48,11 @@ class WeightOnly:
         """Two to a byte, where they have four bits."""
         return 2 if self.storage == "int4" else 1
 
+    @property
+    def rounds_rows(self) -> bool:
+        """They stay as they are."""
+        return False
+
     def group_size(self, size: int) -> int:
         """Terms to a scale where `size` are summed: a group divides them."""
         return size if self.group is None else math.gcd(self.group, size)
