@@ -3,9 +3,9 @@
     python -m benchmarks.self_agreement
 
 Teacher-forced: the engine's scheduler and steps are given every token of a few texts, one half as
-prompts, the other as if they had been sampled. The texts come in chunks, go on side by side, preempt
-each other and are found in the prefix cache. The scores of every token are compared with those that
-the same weights and pages give a text that is computed whole and alone.
+prompts, the other as if they had been sampled. The texts come in chunks, go on side by side,
+preempt each other and are found in the prefix cache. The scores of every token are compared with
+those that the same weights and pages give a text that is computed whole and alone.
 """
 
 from __future__ import annotations
@@ -141,7 +141,10 @@ def agreement(
     for text, rows in zip(texts, found, strict=True):
         true_TD, _ = alone.run(text)
         ends = np.array(sorted(rows))
-        scores = (alone.scores(np.stack([rows[end] for end in ends])), alone.scores(true_TD)[ends - 1])
+        scores = (
+            alone.scores(np.stack([rows[end] for end in ends])),
+            alone.scores(true_TD)[ends - 1],
+        )
         kl_T, same_T = divergence(*(np.asarray(jax.nn.log_softmax(x)) for x in scores))
         kl.append(kl_T)
         same.append(same_T)

@@ -12,7 +12,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.quality import TEXT, settings_of, stretches
+from benchmarks.self_agreement import ForcedEngine, agreement, passes
+from jaxpaged.config import EngineConfig
 from jaxpaged.engine.llm import LLM
+from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.outputs import RequestOutput
 from jaxpaged.sampling_params import SamplingParams
 
@@ -78,3 +82,26 @@ def test_golden_tokens(real_model: Path, way: str) -> None:
             found = choice.logprobs[position]
             for token_id, logprob in top5:
                 assert found[token_id].logprob == pytest.approx(logprob, abs=1e-3), case["name"]
+
+
+@pytest.mark.real_model
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        "quantization=fp8_per_channel",
+        "kv_cache_dtype=fp8_e4m3",
+        "kv_cache_dtype=fp8_e5m2",
+        "kv_cache_dtype=int8",
+        "quantization=fp8_per_tensor,kv_cache_dtype=fp8_e4m3",
+    ],
+)
+def test_schemes_that_round_agree_with_themselves_alone(real_model: Path, scheme: str) -> None:
+    """Every token given, in chunks, side by side, preempted, from the prefix cache."""
+    texts = stretches(Tokenizer.load(real_model).encode(TEXT.read_text()), 96, 3)
+    config = EngineConfig(model=str(real_model), dtype="float32", **settings_of(scheme))
+    engine = ForcedEngine.load(config, 3, 96)
+    for way, found in passes(engine, texts):
+        kl_N, same_N = agreement(engine.alone, texts, found)
+        assert kl_N.mean() <= 1e-3, way
+        assert same_N.mean() >= 0.99, way

@@ -55,7 +55,10 @@ class Buckets:
         self, max_num_seqs: int, max_num_batched_tokens: int, platform: str, steady: bool = False
     ) -> None:
         on_cpu = platform == "cpu"
-        most_decodes, most_tokens = min(max_num_seqs, max_num_batched_tokens), max_num_batched_tokens
+        most_decodes, most_tokens = (
+            min(max_num_seqs, max_num_batched_tokens),
+            max_num_batched_tokens,
+        )
         least_decodes, least_tokens = 1 if on_cpu else 8, SMALLEST_MIXED
         if on_cpu and steady:
             least_decodes = least_tokens = STEADY

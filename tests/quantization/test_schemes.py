@@ -72,8 +72,8 @@ def test_stored_arrays_and_their_error(name: str, outputs: tuple[int, ...]) -> N
     exact, found = np.asarray(weight, np.float64), dequantized(scheme, rows)
     is_float = stored[KERNEL].dtype == jnp.float8_e4m3fn
     step = np.abs(stored["kernel_scale"]).max()
-    # Half a step of an integer, a whole one at the end of 4 bits that has no eighth; of a float with
-    # 3 bits of mantissa half of an eighth.
+    # Half a step of an integer, a whole one at the end of 4 bits that has no eighth; of a float
+    # with 3 bits of mantissa half of an eighth.
     bound = step * (1 if stored[KERNEL].dtype == jnp.uint8 else 0.5)
     if is_float:
         bound = np.maximum(np.abs(exact) / 16, step * 2.0**-10)
@@ -131,6 +131,21 @@ def test_a_row_is_rounded_whatever_its_neighbours() -> None:
     assert np.isfinite(np.asarray(together[0], np.float32)).all()
     error = np.asarray(together[0], np.float32) * np.asarray(together[1])[:, None] - x_TI
     assert (np.abs(error) <= np.maximum(np.abs(x_TI) / 15, np.asarray(together[1])[:, None])).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_is_rounded_alike_in_steps_of_all_sizes(dtype: str) -> None:
+    """Compiled for each size, as steps are: the same bytes and the same scale."""
+    x_TI = (normal(300, 640) * jnp.logspace(-3, 3, 300)[:, None]).astype(dtype)
+    rounded = jax.jit(quantize_rows)
+    q_TI, scale_T = (np.asarray(x) for x in rounded(x_TI))
+    for size in (1, 2, 8, 64):
+        for start in (0, 37):
+            q_SI, scale_S = (np.asarray(x) for x in rounded(x_TI[start : start + size]))
+            np.testing.assert_array_equal(
+                q_SI.view(np.uint8), q_TI[start : start + size].view(np.uint8)
+            )
+            np.testing.assert_array_equal(scale_S, scale_T[start : start + size])
 
 
 def test_four_bits_use_all_sixteen_values() -> None:
