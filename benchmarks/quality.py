@@ -53,6 +53,16 @@ def log_probabilities(
         yield np.asarray(jax.nn.log_softmax(forced.logits(text)))
 
 
+def divergence(found_TV: np.ndarray, true_TV: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """KL divergence [T] of log-probabilities from the true ones, and whether the best token is the
+    same.
+    """
+    with np.errstate(invalid="ignore"):  # padding of a vocabulary is -inf on both sides
+        gap_TV = np.where(np.isneginf(true_TV), 0, true_TV - found_TV)
+    kl_T = (np.exp(true_TV) * gap_TV).sum(axis=-1)
+    return kl_T, found_TV.argmax(axis=-1) == true_TV.argmax(axis=-1)
+
+
 def compare(
     texts: Sequence[Sequence[int]], ours: Iterator[np.ndarray], theirs: Sequence[np.ndarray]
 ) -> dict[str, float]:
@@ -61,10 +71,9 @@ def compare(
     """
     kl, same, loss = [], [], []
     for text, found_TV, true_TV in zip(texts, ours, theirs, strict=True):
-        with np.errstate(invalid="ignore"):  # padding of a vocabulary is -inf on both sides
-            gap_TV = np.where(np.isneginf(true_TV), 0, true_TV - found_TV)
-        kl.append((np.exp(true_TV) * gap_TV).sum(axis=-1))
-        same.append(found_TV.argmax(axis=-1) == true_TV.argmax(axis=-1))
+        kl_T, same_T = divergence(found_TV, true_TV)
+        kl.append(kl_T)
+        same.append(same_T)
         loss.append(-found_TV[np.arange(len(text) - 1), text[1:]])
     return {
         "mean KL, nats": float(np.mean(kl)),

@@ -154,6 +154,14 @@ def _prefill(
     return lax.fori_loop(0, tile_end_B[-1], tile, out_TNH)
 
 
+def _sum(x: jax.Array) -> jax.Array:
+    """Over the last axis, a power of two, by halves: in the same order whatever the others are."""
+    while x.shape[-1] > 1:
+        front, back = jnp.split(x, 2, axis=-1)
+        x = front + back
+    return x[..., 0]
+
+
 class _Attend:
     """Attention of U units, each with R rows of one sequence, to that sequence's pages."""
 
@@ -261,7 +269,7 @@ class _Attend:
         # exp(MASKED - MASKED) is 1, hence the second where.
         weight_UKRC = jnp.where(sees_U1RC, jnp.exp(score_UKRC - max_UKR[..., None]), 0)
         decay_UKR = jnp.exp(state.max_UKR - max_UKR)
-        sum_UKR = state.sum_UKR * decay_UKR + weight_UKRC.sum(axis=-1)
+        sum_UKR = state.sum_UKR * decay_UKR + _sum(weight_UKRC)
         if scales is not None:
             # The scale of a slot that no row sees may be anything, NaN included.
             weight_UKRC = jnp.where(sees_U1RC, weight_UKRC * scales[1], 0)

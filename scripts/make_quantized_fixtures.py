@@ -153,6 +153,13 @@ def float8_blocks(weight: torch.Tensor) -> Made:
     return {"weight": stored["weight"], "weight_scale_inv": stored["weight_scale"]}, again
 
 
+def float8_whole(weight: torch.Tensor) -> Made:
+    """A matrix smaller than a block: its scales are [1, 1]."""
+    stored, again = compressed("float-quantized", {**FP8, "strategy": "tensor"}, TOKEN)(weight)
+    scale = stored["weight_scale"].reshape(1, 1)
+    return {"weight": stored["weight"], "weight_scale_inv": scale}, again
+
+
 def modelopt(weight: torch.Tensor) -> Made:
     """One scale a tensor, and those of activations and pages."""
     scale = weight.abs().amax() / 448
@@ -189,6 +196,14 @@ FORMATS: dict[str, tuple[dict[str, Any], Write]] = {
         settings("fp8", weight_block_size=[GROUP, GROUP], modules_to_not_convert=PLAIN),
         float8_blocks,
     ),
+    "fp8 block 128": (
+        settings("fp8", weight_block_size=[128, 128], modules_to_not_convert=PLAIN),
+        float8_whole,
+    ),
+    "fp8 static": (
+        settings("fp8", activation_scheme="static", ignored_layers=PLAIN),
+        modelopt,
+    ),
     "modelopt": (
         settings("modelopt", quant_algo="FP8", ignore=["model.layers.1*", "lm_head"]),
         modelopt,
@@ -212,6 +227,8 @@ FORMATS: dict[str, tuple[dict[str, Any], Write]] = {
         for name, bits, sym, desc_act, version, group in (
             ("4", 4, True, False, 1, GROUP),
             ("4 desc_act zeros", 4, False, True, 1, GROUP),
+            ("4 v2 desc_act", 4, True, True, 2, GROUP),
+            ("8", 8, True, False, 1, GROUP),
             ("8 v2 zeros", 8, False, False, 2, -1),
         )
     },

@@ -12,8 +12,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.quality import TEXT, settings_of, stretches
+from benchmarks.self_agreement import ForcedEngine, agreement, passes
+from jaxpaged.config import EngineConfig
 from jaxpaged.engine.llm import LLM
 from jaxpaged.model_files import resolve_model
+from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.outputs import RequestOutput
 from jaxpaged.runtime.checkpoint import convert
 from jaxpaged.sampling_params import SamplingParams
@@ -106,3 +110,26 @@ def test_tokens_of_the_blocks_themselves(real_model: Path) -> None:
         outputs = batch(llm)
     found = {case["name"]: o.outputs[0].token_ids for case, o in zip(CASES, outputs, strict=True)}
     assert found == expected
+
+
+@pytest.mark.real_model
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        "quantization=fp8_per_channel",
+        "kv_cache_dtype=fp8_e4m3",
+        "kv_cache_dtype=fp8_e5m2",
+        "kv_cache_dtype=int8",
+        "quantization=fp8_per_tensor,kv_cache_dtype=fp8_e4m3",
+    ],
+)
+def test_schemes_that_round_agree_with_themselves_alone(folder: Path, scheme: str) -> None:
+    """Every token given, in chunks, side by side, preempted, from the prefix cache."""
+    texts = stretches(Tokenizer.load(folder).encode(TEXT.read_text()), 96, 3)
+    config = EngineConfig(model=str(folder), dtype="float32", **settings_of(scheme))
+    engine = ForcedEngine.load(config, 3, 96)
+    for way, found in passes(engine, texts):
+        kl_N, same_N = agreement(engine.alone, texts, found)
+        assert kl_N.mean() <= 1e-3, way
+        assert same_N.mean() >= 0.99, way

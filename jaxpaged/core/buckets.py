@@ -8,6 +8,7 @@ from dataclasses import dataclass
 MAX_FORWARD_BUCKETS = 24
 MAX_PROMPT_LOGPROB_ROWS = 256  # rows of one step that score prompt tokens
 SMALLEST_MIXED = 32
+STEADY = 64  # from so many rows on, XLA adds up those of a CPU's step in one order
 THREE_QUARTERS_ABOVE = 64  # on a GPU decode sizes get a step between powers of two from here on
 
 
@@ -46,13 +47,24 @@ class Buckets:
 
     Args:
         platform: as JAX names it; a CPU gains from tiny buckets, a GPU does not.
+        steady: a CPU's sums come out alike in steps of all sizes, which costs time in small ones:
+            for models that round activations or pages, where the last bit decides which way.
     """
 
-    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, platform: str) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_num_batched_tokens: int, platform: str, steady: bool = False
+    ) -> None:
         on_cpu = platform == "cpu"
-        most_decodes = min(max_num_seqs, max_num_batched_tokens)
-        decode_sizes = _sizes(1 if on_cpu else 8, most_decodes, three_quarters=not on_cpu)
-        mixed_sizes = _sizes(SMALLEST_MIXED, max_num_batched_tokens)
+        most_decodes, most_tokens = (
+            min(max_num_seqs, max_num_batched_tokens),
+            max_num_batched_tokens,
+        )
+        least_decodes, least_tokens = 1 if on_cpu else 8, SMALLEST_MIXED
+        if on_cpu and steady:
+            least_decodes = least_tokens = STEADY
+            most_decodes, most_tokens = max(most_decodes, STEADY), max(most_tokens, STEADY)
+        decode_sizes = _sizes(least_decodes, most_decodes, three_quarters=not on_cpu)
+        mixed_sizes = _sizes(least_tokens, most_tokens)
         excess = len(decode_sizes) + len(mixed_sizes) - MAX_FORWARD_BUCKETS
         mixed_sizes = mixed_sizes[max(0, excess) :]
         self._decode = tuple(Bucket(size, size, True) for size in decode_sizes)

@@ -27,8 +27,13 @@ class LayerQuantization:
     @property
     def made_while_loading(self) -> bool:
         """Whether the checkpoint has ordinary weights all the same."""
-        found = (getattr(self, product) for product in PRODUCTS)
-        return any(how is not None and isinstance(how.source, FullPrecision) for how in found)
+        return any(isinstance(how.source, FullPrecision) for how in self.found)
+
+    @property
+    def found(self) -> tuple[Quantized, ...]:
+        """Those that there are."""
+        hows = (getattr(self, product) for product in PRODUCTS)
+        return tuple(how for how in hows if how is not None)
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,12 @@ class ModelSpec:
     def is_quantized(self) -> bool:
         """Whether any product is."""
         return any(layer.quantization != LayerQuantization() for layer in self.layers)
+
+    @property
+    def rounds_activations(self) -> bool:
+        """Whether any product does."""
+        hows = (how for layer in self.layers for how in layer.quantization.found)
+        return any(how.scheme.rounds_rows for how in hows)
 
     def quantized_like(self, how: Quantized) -> ModelSpec:
         """The model with every product of its layers stored in one way."""

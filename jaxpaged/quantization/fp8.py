@@ -33,6 +33,11 @@ class Fp8:
         """A weight is a number."""
         return 1
 
+    @property
+    def rounds_rows(self) -> bool:
+        """To e4m3."""
+        return True
+
     def arrays(self, size: int) -> Mapping[str, ArraySpec]:
         """[*outputs, I] and [*outputs]."""
         return {KERNEL: ArraySpec(E4M3, size), "kernel_scale": ArraySpec(jnp.float32)}

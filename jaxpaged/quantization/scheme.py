@@ -75,6 +75,10 @@ class Scheme(Protocol):
     def packed(self) -> int:
         """Weights in one element of the kernel."""
 
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether the product rounds what the weights are multiplied with."""
+
     def arrays(self, size: int) -> Mapping[str, ArraySpec]:
         """What is stored of a kernel that sums over `size` terms, by name."""
 

@@ -22,8 +22,9 @@ from jaxpaged.quantization.scheme import (
 )
 
 E4M3 = "float8_e4m3fn"
-# Of the number types that weights are stored in: the largest value of a symmetric scale.
-LARGEST = {E4M3: 448.0, "int8": 127.0, "int4": 7.0}
+# What the largest weight of a scale becomes, whose sign the scale takes. Of 4 bits the sixteenth
+# value is worth it, though weights of the other sign may then miss it by a step.
+EXTREME = {E4M3: 448.0, "int8": 127.0, "int4": -8.0}
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,11 @@ class WeightOnly:
     def packed(self) -> int:
         """Two to a byte, where they have four bits."""
         return 2 if self.storage == "int4" else 1
+
+    @property
+    def rounds_rows(self) -> bool:
+        """They stay as they are."""
+        return False
 
     def group_size(self, size: int) -> int:
         """Terms to a scale where `size` are summed: a group divides them."""
@@ -75,16 +81,19 @@ class WeightOnly:
         return arrays
 
     def quantize(self, weight: jax.Array) -> Arrays:
-        """Round to nearest, symmetric: a scale's largest becomes the type's."""
+        """Round to nearest, without zero points: a scale's largest becomes the type's."""
         *rows, size = weight.shape
         groups = weight.reshape(*rows, -1, self.group_size(size))
-        largest = jnp.max(jnp.abs(groups), -1, keepdims=True)
-        scale = jnp.where(largest > 0, largest * (1 / LARGEST[self.storage]), 1.0)
+        high, low = groups.max(-1, keepdims=True), groups.min(-1, keepdims=True)
+        extreme = jnp.where(high > -low, high, low)
+        scale = jnp.where(extreme != 0, extreme * (1 / EXTREME[self.storage]), 1.0)
         quotient = (groups / scale).reshape(weight.shape)
         if self.storage == E4M3:
-            kernel = jnp.clip(quotient, -LARGEST[E4M3], LARGEST[E4M3]).astype(E4M3)
-        else:
+            kernel = jnp.clip(quotient, -EXTREME[E4M3], EXTREME[E4M3]).astype(E4M3)
+        elif self.storage == "int8":
             kernel = jnp.round(quotient).astype(jnp.int8)
+        else:
+            kernel = jnp.clip(jnp.round(quotient), -8, 7).astype(jnp.int8)
         arrays = {
             KERNEL: pack_int4(kernel) if self.storage == "int4" else kernel,
             "kernel_scale": scale[..., 0, 0] if self.group is None else scale[..., 0],

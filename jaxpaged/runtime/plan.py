@@ -186,7 +186,12 @@ def make_plan(
             dtype=jnp.dtype(kv_dtype),
             num_devices=config.tensor_parallel_size,
         ),
-        buckets=Buckets(max_num_seqs, tokens, platform),
+        buckets=Buckets(
+            max_num_seqs,
+            tokens,
+            platform,
+            steady=spec.rounds_activations or jnp.dtype(kv_dtype).itemsize == 1,
+        ),
         vocab=spec.vocab,
         width=spec.width,
         stages=tuple(stage_layers(spec, config.pipeline_parallel_size)),

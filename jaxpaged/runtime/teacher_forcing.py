@@ -50,9 +50,13 @@ class TeacherForced:
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Float32 scores [T, V] of the token after each of `token_ids`."""
         hidden_TD, _ = self.run(token_ids)
-        rows = (hidden_TD[at : at + ROWS] for at in range(0, self.num_tokens, ROWS))
+        return self.scores(hidden_TD)[: len(token_ids)]
+
+    def scores(self, hidden_TD: jax.Array | np.ndarray) -> np.ndarray:
+        """Float32 [T, V] of hidden states after the final norm."""
+        rows = (hidden_TD[at : at + ROWS] for at in range(0, len(hidden_TD), ROWS))
         logits = [np.asarray(self._head(head_params(self.params), x_RD)) for x_RD in rows]
-        return np.concatenate(logits)[: len(token_ids)]
+        return np.concatenate(logits)
 
     def run(self, token_ids: Sequence[int]) -> tuple[jax.Array, tuple[KVPages, ...]]:
         """Hidden states [num_tokens, D] after the final norm, and the pages with all that was

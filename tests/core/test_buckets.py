@@ -21,6 +21,15 @@ def test_sizes_on_a_cpu() -> None:
     assert mixed == [(32, 6), (64, 6), (100, 6)]
 
 
+def test_sizes_where_a_cpu_is_to_add_up_alike() -> None:
+    """No step of less than 64 rows, whatever the limits; a GPU keeps its own sizes."""
+    sizes = [(b.num_tokens, b.num_seqs, b.decode_only) for b in Buckets(6, 16, "cpu", True).forward]
+    assert sizes == [(64, 64, True), (64, 6, False)]
+    sizes = [(b.num_tokens, b.num_seqs) for b in Buckets(100, 200, "cpu", steady=True).forward]
+    assert sizes == [(64, 64), (100, 100), (64, 64), (128, 100), (200, 100)]
+    assert Buckets(6, 100, "gpu", steady=True).forward == Buckets(6, 100, "gpu").forward
+
+
 def test_a_decode_bucket_differs_from_a_mixed_one_of_the_same_sizes() -> None:
     buckets = Buckets(256, 8192, "gpu")
     decode = buckets.fit(32, 32, decode_only=True)

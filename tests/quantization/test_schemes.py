@@ -71,9 +71,12 @@ def test_stored_arrays_and_their_error(name: str, outputs: tuple[int, ...]) -> N
     )
     exact, found = np.asarray(weight, np.float64), dequantized(scheme, rows)
     is_float = stored[KERNEL].dtype == jnp.float8_e4m3fn
-    step = np.asarray(stored["kernel_scale"]).max()
-    # Half a step of an integer; of a float with 3 bits of mantissa half of an eighth.
-    bound = np.maximum(np.abs(exact) / 16, step * 2.0**-10) if is_float else step / 2
+    step = np.abs(stored["kernel_scale"]).max()
+    # Half a step of an integer, a whole one at the end of 4 bits that has no eighth; of a float
+    # with 3 bits of mantissa half of an eighth.
+    bound = step * (1 if stored[KERNEL].dtype == jnp.uint8 else 0.5)
+    if is_float:
+        bound = np.maximum(np.abs(exact) / 16, step * 2.0**-10)
     assert (np.abs(found - exact) <= bound * 1.001).all()
 
 
@@ -128,6 +131,30 @@ def test_a_row_is_rounded_whatever_its_neighbours() -> None:
     assert np.isfinite(np.asarray(together[0], np.float32)).all()
     error = np.asarray(together[0], np.float32) * np.asarray(together[1])[:, None] - x_TI
     assert (np.abs(error) <= np.maximum(np.abs(x_TI) / 15, np.asarray(together[1])[:, None])).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_is_rounded_alike_in_steps_of_all_sizes(dtype: str) -> None:
+    """Compiled for each size, as steps are: the same bytes and the same scale."""
+    x_TI = (normal(300, 640) * jnp.logspace(-3, 3, 300)[:, None]).astype(dtype)
+    rounded = jax.jit(quantize_rows)
+    q_TI, scale_T = (np.asarray(x) for x in rounded(x_TI))
+    for size in (1, 2, 8, 64):
+        for start in (0, 37):
+            q_SI, scale_S = (np.asarray(x) for x in rounded(x_TI[start : start + size]))
+            np.testing.assert_array_equal(
+                q_SI.view(np.uint8), q_TI[start : start + size].view(np.uint8)
+            )
+            np.testing.assert_array_equal(scale_S, scale_T[start : start + size])
+
+
+def test_four_bits_use_all_sixteen_values() -> None:
+    """The largest of a group is -8 times its scale, whatever its sign."""
+    scheme = WeightOnly("int4", group=4)
+    for sign in (1, -1):
+        rows = scheme.quantize(sign * jnp.asarray([[8.0, -7.0, 3.4, -7.9]]))
+        np.testing.assert_array_equal(unpack_int4(rows[KERNEL]), [[-8, 7, -3, 7]])
+        np.testing.assert_array_equal(rows["kernel_scale"], [[-sign]])
 
 
 def test_two_to_a_byte() -> None:

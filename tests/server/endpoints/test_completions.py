@@ -141,6 +141,24 @@ def test_echo_of_the_prompt_alone(server: Server):
     assert server.metric("generation_tokens_total") == counted
 
 
+def test_what_lm_eval_harness_asks_for(server: Server):
+    """Its `local-completions`: how likely tokens are that it cuts out of an echo, and an answer."""
+    ids, words = token_ids(server, ALPHABET), len("Alpha Beta")
+    body = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+    answer = server.post(PATH, model="M", prompt=[ids, ids[:words]], **body).json()
+    for choice, asked in zip(answer["choices"], (ids, ids[:words]), strict=True):
+        logprobs = choice["logprobs"]
+        assert len(logprobs["token_logprobs"]) == len(asked) + 1  # it drops the last
+        for own, tops in zip(
+            logprobs["token_logprobs"][1:-1], logprobs["top_logprobs"][1:-1], strict=True
+        ):
+            assert own <= max(tops.values())  # equal, it takes the token for the greedy choice
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    body = {"max_tokens": 12, "temperature": 0, "stop": ["Gamma", "<|eos|>"], "seed": 1234}
+    choice = server.post(PATH, model="M", prompt=[ids], **body).json()["choices"][0]
+    assert choice["text"] == "Alpha Beta "[: len(choice["text"])] and choice["text"]
+
+
 def test_what_vllm_adds(server: Server):
     ids = token_ids(server, ALPHABET)
     body = {"prompt": ALPHABET, "max_tokens": 2, "prompt_logprobs": 1, "logprobs": 1}
