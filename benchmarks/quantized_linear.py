@@ -51,7 +51,7 @@ def way(name: str, fuse: bool) -> Callable[[jax.Array, Arrays], jax.Array]:
 
 def _product(name: str, fuse: bool, x_TI: jax.Array, arrays: Arrays) -> jax.Array:
     scheme: Any = ON_THE_FLY[name].scheme
-    return scheme.product(x_TI, arrays, fuse)
+    return scheme.product(x_TI, arrays, fuse, x_TI.dtype)
 
 
 def chain(

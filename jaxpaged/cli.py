@@ -201,7 +201,7 @@ def _plan(args: argparse.Namespace) -> int:
     options = PlanOptions(**collect(PlanOptions, args))
     config = EngineConfig(**collect(EngineConfig, args))
     found_config = find_config(args.model_tag, config.revision, config.download_dir)
-    spec = load_spec(found_config, config.quantization)
+    spec = load_spec(found_config, config.quantization, config.quantize_lm_head)
     found = predict(spec, config, options)
     model = "MODEL" if Path(args.model_tag).is_file() else args.model_tag  # serve wants a folder
     if options.json:

@@ -103,10 +103,10 @@ def tuning_config(*, T: int, D: int, F: int, group: int, rows_dtype: Any) -> Tun
     return TuningConfig(64, rows, block_in, splits, 4, 5)
 
 
-def is_supported(*, T: int, D: int, F: int, group: int, dtype: Any) -> bool:
-    """Whether the kernel takes such a product, in a model of this dtype, and is not the slower."""
-    half = dtype in (jnp.bfloat16, jnp.float16)
-    return half and T <= MAX_ROWS and F % 64 == 0 and D % group == 0 and group % 32 == 0
+def is_supported(*, T: int, D: int, F: int, group: int, rows_dtype: Any) -> bool:
+    """Whether the kernel takes such a product of rows in this dtype, and is not the slower."""
+    narrow = rows_dtype in (jnp.bfloat16, jnp.float16, E4M3)
+    return narrow and T <= MAX_ROWS and F % 64 == 0 and D % group == 0 and group % 32 == 0
 
 
 def quantized_linear(

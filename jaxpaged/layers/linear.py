@@ -34,6 +34,7 @@ class Linear(nn.Module):
         dtype: of the weights and of the result.
         fuse: few rows may take a kernel that does all of this at once, where that is faster.
         scheme: how the kernel is stored instead, in arrays [*outputs, inputs merged].
+        result_dtype: of the result of a stored scheme; None: `dtype`.
     """
 
     inputs: tuple[int, ...]
@@ -44,6 +45,7 @@ class Linear(nn.Module):
     dtype: Any = jnp.float32
     fuse: bool = False
     scheme: Scheme | None = None
+    result_dtype: Any = None
 
     @nn.compact
     def __call__(
@@ -74,7 +76,7 @@ class Linear(nn.Module):
             arrays = self._quantized(self.scheme, size)
             if norm is not None:
                 x_TI = rms_norm(x_TI, norm).astype(self.dtype)
-            y = self.scheme.product(x_TI, arrays, self.fuse)
+            y = self.scheme.product(x_TI, arrays, self.fuse, self.result_dtype or self.dtype)
             return self._finish(y, bias, activation, residual)
         shape, axes = (*self.inputs, *self.outputs), (*self.input_axes, *self.output_axes)
         kernel = self._param("kernel", shape, axes, nn.initializers.normal(0.02))

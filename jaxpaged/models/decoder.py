@@ -240,7 +240,7 @@ class Decoder(nn.Module):
 
     def setup(self) -> None:
         s = self.spec
-        if self.is_first or (self.is_last and s.tie_embeddings):
+        if self.is_first or (self.is_last and s.tie_embeddings and s.head is None):
             self.embed = Embedding(s.vocab_rows, s.width, self.dtype)
         self.layers = {
             str(index): SharedDecoderLayer(
@@ -256,7 +256,18 @@ class Decoder(nn.Module):
         }
         if self.is_last:
             self.final_norm = RMSNorm(s.width, s.norm_eps, s.norm_plus_one, self.dtype)
-            if not s.tie_embeddings:
+            if s.head is not None:
+                self.lm_head = Linear(
+                    (s.width,),
+                    (s.vocab_rows,),
+                    (None,),
+                    ("vocab",),
+                    dtype=self.dtype,
+                    fuse=fuses(self.backend, self.mesh),
+                    scheme=s.head.scheme,
+                    result_dtype=jnp.float32,
+                )
+            elif not s.tie_embeddings:
                 self.lm_head = Embedding(s.vocab_rows, s.width, self.dtype)
 
     def forward(
@@ -333,12 +344,15 @@ class Decoder(nn.Module):
 
     def logits(self, hidden_RD: jax.Array) -> jax.Array:
         """Float32 scores [R, V] of hidden states that `forward` returned; -inf of padding."""
-        head = self.embed if self.spec.tie_embeddings else self.lm_head
-        logits_RV, cap = head.logits(hidden_RD), self.spec.final_softcap
+        s, cap = self.spec, self.spec.final_softcap
+        if s.head is not None:
+            logits_RV = self.lm_head(Rows(hidden_RD)).x
+        else:
+            logits_RV = (self.embed if s.tie_embeddings else self.lm_head).logits(hidden_RD)
         if cap is not None:
             logits_RV = cap * jnp.tanh(logits_RV / cap)
-        if self.spec.vocab_padding:
-            real_V = jnp.arange(self.spec.vocab_rows) < self.spec.vocab
+        if s.vocab_padding:
+            real_V = jnp.arange(s.vocab_rows) < s.vocab
             logits_RV = jnp.where(real_V, logits_RV, -jnp.inf)
         return logits_RV
 

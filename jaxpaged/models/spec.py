@@ -68,6 +68,7 @@ class ModelSpec:
     embed_scale: float | None = None  # embeddings are multiplied by this, rounded to their dtype
     final_softcap: float | None = None  # logits become cap * tanh(logit / cap)
     tie_embeddings: bool = False  # the embedding table is the head as well
+    head: Quantized | None = None  # how a matrix of the head's own is stored; None: as tables are
 
     # What `spread.spread_spec` adds where devices share the model; a checkpoint has none of it.
     kv_copies: int = 1  # of each KV head, side by side; each serves a part of its queries
@@ -88,6 +89,8 @@ class ModelSpec:
     def quantized(self, leaf: str) -> Quantized | None:
         """How the product is stored that `leaf` (a path in the parameter tree) is of."""
         layer, _, rest = leaf.partition("/")
+        if layer == "lm_head":
+            return self.head
         product = rest.split("/")[-2] if "/" in rest else ""
         if not layer.startswith("layers_") or product not in PRODUCTS:
             return None
@@ -95,7 +98,7 @@ class ModelSpec:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether any product is."""
+        """Whether any product of a layer is."""
         return any(layer.quantization != LayerQuantization() for layer in self.layers)
 
     def quantized_like(self, how: Quantized) -> ModelSpec:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,11 @@ class Fp8:
     per_tensor: bool = False
 
     @property
+    def storage(self) -> str:
+        """Of every weight."""
+        return jnp.dtype(E4M3).name
+
+    @property
     def packed(self) -> int:
         """A weight is a number."""
         return 1
@@ -46,16 +52,18 @@ class Fp8:
             "kernel_scale": jnp.broadcast_to(scale, (*weight.shape[:-1], 1))[..., 0],
         }
 
-    def product(self, x_TI: jax.Array, arrays: Mapping[str, jax.Array], fuse: bool) -> jax.Array:
+    def product(
+        self, x_TI: jax.Array, arrays: Mapping[str, jax.Array], fuse: bool, dtype: Any
+    ) -> jax.Array:
         """Products of 8-bit floats, scaled after they are summed."""
         kernel, scale = arrays[KERNEL], arrays["kernel_scale"]
         q_TI, scale_T = quantize_rows(x_TI)
         if fuse:
-            y = few_rows(q_TI, kernel, scale, row_scale_T=scale_T, dtype=x_TI.dtype)
+            y = few_rows(q_TI, kernel, scale, row_scale_T=scale_T, dtype=dtype)
             if y is not None:
                 return y
-        y = contract(q_TI, kernel, dtype=sum_dtype(x_TI.dtype)).astype(jnp.float32)
-        return (y * scale_T.reshape(-1, *(1,) * scale.ndim) * scale).astype(x_TI.dtype)
+        y = contract(q_TI, kernel, dtype=sum_dtype(dtype)).astype(jnp.float32)
+        return (y * scale_T.reshape(-1, *(1,) * scale.ndim) * scale).astype(dtype)
 
 
 def quantize_rows(x_TI: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -64,6 +64,10 @@ class Scheme(Protocol):
     """How weights are stored and multiplied with. Frozen and hashable: part of a model's spec."""
 
     @property
+    def storage(self) -> str:
+        """The number type of a weight: float8_e4m3fn, int8 or int4."""
+
+    @property
     def packed(self) -> int:
         """Weights in one element of the kernel."""
 
@@ -76,13 +80,16 @@ class Scheme(Protocol):
         All the rows count as one tensor where a scheme has one scale a tensor.
         """
 
-    def product(self, x_TI: jax.Array, arrays: Mapping[str, jax.Array], fuse: bool) -> jax.Array:
-        """Rows times the kernel: [T, *outputs], in the dtype of `x_TI`.
+    def product(
+        self, x_TI: jax.Array, arrays: Mapping[str, jax.Array], fuse: bool, dtype: Any
+    ) -> jax.Array:
+        """Rows times the kernel: [T, *outputs].
 
         Args:
             x_TI: rows.
             arrays: as `arrays` says, with the outputs' axes.
             fuse: whether GPU kernels may do it.
+            dtype: of the result: that of the rows, or float32.
         """
 
 
@@ -160,7 +167,8 @@ def few_rows(
     """
     (T, size), outputs = x_TI.shape, kernel.shape[:-1]
     F, lead = math.prod(outputs), scale.shape[: scale.ndim - len(outputs)]
-    if not is_supported(T=T, D=size, F=F, group=size // math.prod(lead), dtype=dtype):
+    group = size // math.prod(lead)
+    if not is_supported(T=T, D=size, F=F, group=group, rows_dtype=x_TI.dtype):
         return None
     y_TF = quantized_linear(
         x_TI,

@@ -95,22 +95,24 @@ class WeightOnly:
             arrays[ORDER] = jnp.arange(size, dtype=jnp.int32)
         return arrays
 
-    def product(self, x_TI: jax.Array, arrays: Mapping[str, jax.Array], fuse: bool) -> jax.Array:
+    def product(
+        self, x_TI: jax.Array, arrays: Mapping[str, jax.Array], fuse: bool, dtype: Any
+    ) -> jax.Array:
         """By a kernel that widens on the way, or the plain way: widen, then multiply."""
         if self.ordered:
             x_TI = jnp.take(x_TI, arrays[ORDER], axis=1)
         if fuse:
             zero = arrays.get("kernel_zero")
-            y = few_rows(x_TI, arrays[KERNEL], arrays["kernel_scale"], zero, dtype=x_TI.dtype)
+            y = few_rows(x_TI, arrays[KERNEL], arrays["kernel_scale"], zero, dtype=dtype)
             if y is not None:
                 return y
         precision = jax.lax.Precision.HIGHEST if x_TI.dtype == jnp.float32 else None
         if self.group is None and not self.has_zero and self.storage != "int4":
             # Exact in the dtype of x: XLA may widen them on their way into the product.
-            kernel, sums = arrays[KERNEL].astype(x_TI.dtype), sum_dtype(x_TI.dtype)
-            y = contract(x_TI, kernel, precision, sums).astype(jnp.float32)
-            return (y * arrays["kernel_scale"]).astype(x_TI.dtype)
-        return contract(x_TI, self.dequantize(arrays, x_TI.dtype), precision)
+            kernel = arrays[KERNEL].astype(x_TI.dtype)
+            y = contract(x_TI, kernel, precision, sum_dtype(dtype)).astype(jnp.float32)
+            return (y * arrays["kernel_scale"]).astype(dtype)
+        return contract(x_TI, self.dequantize(arrays, x_TI.dtype), precision, dtype)
 
     def dequantize(self, arrays: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
         """The kernel [*outputs, I], rounded to `dtype` once."""

@@ -61,6 +61,7 @@ class Started:
     backend: str  # attention backend in use
     platform: str
     dtype: str
+    lm_head_dtype: str
     seconds: dict[str, float]
 
 
@@ -78,7 +79,7 @@ def start_runner(config: EngineConfig, *, serving: bool, group: Group | None = N
     here = [[each for each in own if each in jax.local_devices()] for own in devices_of]
     device, devices = here[0][0], [each for own in here for each in own]
     path = model_files.resolve_model(config.model, config.revision, config.download_dir)
-    stored = load_spec(model_files.read_config(path), config.quantization)
+    stored = load_spec(model_files.read_config(path), config.quantization, config.quantize_lm_head)
     spec = spread_spec(stored, config.tensor_parallel_size)
     _report_spread(spec, config.tensor_parallel_size)
     capability = float(getattr(device, "compute_capability", 0))
@@ -153,7 +154,9 @@ def start_runner(config: EngineConfig, *, serving: bool, group: Group | None = N
     if device.platform == "gpu":
         for each in devices:
             report_outside_pool(each)
-    return Started(runner, backend, device.platform, jnp.dtype(dtype).name, seconds)
+    name = jnp.dtype(dtype).name
+    head = name if spec.head is None else spec.head.scheme.storage
+    return Started(runner, backend, device.platform, name, head, seconds)
 
 
 def check_card(spec: ModelSpec, compute_capability: float) -> None:
@@ -166,6 +169,7 @@ def check_card(spec: ModelSpec, compute_capability: float) -> None:
         ValueError: one line.
     """
     hows = {getattr(layer.quantization, name) for layer in spec.layers for name in PRODUCTS}
+    hows.add(spec.head)
     stored = {how.scheme.arrays(spec.width)[KERNEL].dtype for how in hows if how is not None}
     if jnp.float8_e4m3fn in stored and 0 < compute_capability < E4M3_CAPABILITY:
         raise ValueError(

@@ -111,13 +111,14 @@ def test_settings_fit_real_models(T: int, inner: int, outer: int) -> None:
     for group in (inner, 128, 64, 32):
         for rows in (jnp.bfloat16, E4M3):
             sizes = {"T": T, "D": inner, "F": outer, "group": group}
-            assert is_supported(**sizes, dtype=jnp.bfloat16)
+            assert is_supported(**sizes, rows_dtype=rows)
             config = tuning_config(**sizes, rows_dtype=rows)
             assert config.fits(inner, outer, group)
 
 
 def test_what_is_left_to_others() -> None:
-    sizes = {"T": 8, "D": 256, "F": 128, "group": 64, "dtype": jnp.float16}
+    sizes = {"T": 8, "D": 256, "F": 128, "group": 64, "rows_dtype": jnp.float16}
     assert is_supported(**sizes)
-    for change in ({"T": 65}, {"F": 96}, {"group": 16}, {"group": 192}, {"dtype": jnp.float32}):
+    for change in ({"T": 65}, {"F": 96}, {"group": 16}, {"group": 192}):
         assert not is_supported(**(sizes | change))
+    assert not is_supported(**(sizes | {"rows_dtype": jnp.float32}))

@@ -87,7 +87,7 @@ def test_zeros_stay_zeros(name: str) -> None:
 def test_products(name: str) -> None:
     scheme, weight, x_TI = SCHEMES[name], normal(2, 3, 4, 192), normal(5, 192)
     rows = scheme.quantize(weight)
-    y = jax.jit(scheme.product, static_argnums=2)(x_TI, arranged(rows, 4), False)
+    y = jax.jit(scheme.product, static_argnums=(2, 3))(x_TI, arranged(rows, 4), False, x_TI.dtype)
     x = np.asarray(x_TI, np.float64)
     if isinstance(scheme, Fp8):
         q_TI, scale_T = quantize_rows(x_TI)
@@ -105,13 +105,17 @@ def test_few_rows_on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     )
     scheme, x_TI = SCHEMES[name], normal(5, 128).astype(jnp.bfloat16)
     arrays = arranged(scheme.quantize(normal(2, 64, 128)), 3)
-    jaxpr = jax.make_jaxpr(scheme.product, static_argnums=2)(x_TI, arrays, True).jaxpr
+    made = jax.make_jaxpr(scheme.product, static_argnums=(2, 3))
+    jaxpr = made(x_TI, arrays, True, jnp.float32).jaxpr
     names = [equation.primitive.name for equation in jaxpr.eqns]
     assert "pallas_call" in names
     assert "dot_general" not in names
-    plain, fused = (np.asarray(scheme.product(x_TI, arrays, f), float) for f in (False, True))
-    assert fused.shape == (5, 2, 64)
-    np.testing.assert_allclose(fused, plain, rtol=2e-2, atol=0.2)
+    for dtype, atol in ((jnp.bfloat16, 0.2), (jnp.float32, 0.1)):
+        plain, fused = (scheme.product(x_TI, arrays, fuse, dtype) for fuse in (False, True))
+        assert (fused.shape, fused.dtype, plain.dtype) == ((5, 2, 64), dtype, dtype)
+        np.testing.assert_allclose(
+            np.asarray(fused, float), np.asarray(plain, float), rtol=2e-2, atol=atol
+        )
 
 
 def test_one_scale_a_tensor_or_an_output() -> None:
