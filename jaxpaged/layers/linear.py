@@ -9,13 +9,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxpaged.quantization import Scheme
+from jaxpaged.quantization import Around, Scheme
+from pallas_kernels.product_parts import ACTIVATIONS
 from pallas_kernels.rms_norm import Norm, Rows, half_norm, rms_norm
-from pallas_kernels.small_batch_linear import (
-    ACTIVATIONS,
-    is_faster,
-    small_batch_linear,
-)
+from pallas_kernels.small_batch_linear import is_faster, small_batch_linear
 
 
 def matmul_precision(dtype: Any) -> jax.lax.Precision | None:
@@ -74,9 +71,15 @@ class Linear(nn.Module):
             bias = self._param("bias", self.outputs, self.output_axes, nn.initializers.zeros)
         if self.scheme is not None:
             arrays = self._quantized(self.scheme, size)
+            dtype = self.result_dtype or self.dtype
+            if self.fuse:
+                around = Around(norm, bias, activation, residual, next_norm)
+                found = self.scheme.fused(Rows(x_TI, rows.half_normed), arrays, around, dtype)
+                if found is not None:
+                    return found
             if norm is not None:
                 x_TI = rms_norm(x_TI, norm).astype(self.dtype)
-            y = self.scheme.product(x_TI, arrays, self.fuse, self.result_dtype or self.dtype)
+            y = self.scheme.product(x_TI, arrays, dtype)
             return self._finish(y, bias, activation, residual)
         shape, axes = (*self.inputs, *self.outputs), (*self.input_axes, *self.output_axes)
         kernel = self._param("kernel", shape, axes, nn.initializers.normal(0.02))

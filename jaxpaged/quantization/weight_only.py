@@ -13,13 +13,17 @@ import jax.numpy as jnp
 from jaxpaged.quantization.scheme import (
     KERNEL,
     ORDER,
+    Around,
     Arrays,
     ArraySpec,
     UnsupportedQuantizationError,
     contract,
     few_rows,
+    few_rows_fit,
     sum_dtype,
 )
+from pallas_kernels.quantized_linear import PAIRED
+from pallas_kernels.rms_norm import HalfNormed, Rows, half_norm, rms_norm
 
 E4M3 = "float8_e4m3fn"
 # Of the number types that weights are stored in: the largest value of a symmetric scale.
@@ -31,8 +35,7 @@ class WeightOnly:
     """Weights `(kernel_q - kernel_zero) * kernel_scale`.
 
     Attributes:
-        storage: float8_e4m3fn, int8 or int4; of the last, two neighbours share a byte, the first
-            in its low half, each plus 8.
+        storage: float8_e4m3fn, int8 or int4; of the last, two share a byte, each plus 8.
         group: neighbouring terms of an output that share a scale; None: all of them.
         has_zero: groups have a zero point too, an integer.
         ordered: an array says which input each of the terms belongs to.
@@ -95,17 +98,10 @@ class WeightOnly:
             arrays[ORDER] = jnp.arange(size, dtype=jnp.int32)
         return arrays
 
-    def product(
-        self, x_TI: jax.Array, arrays: Mapping[str, jax.Array], fuse: bool, dtype: Any
-    ) -> jax.Array:
-        """By a kernel that widens on the way, or the plain way: widen, then multiply."""
+    def product(self, x_TI: jax.Array, arrays: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
+        """Widen, then multiply."""
         if self.ordered:
             x_TI = jnp.take(x_TI, arrays[ORDER], axis=1)
-        if fuse:
-            zero = arrays.get("kernel_zero")
-            y = few_rows(x_TI, arrays[KERNEL], arrays["kernel_scale"], zero, dtype=dtype)
-            if y is not None:
-                return y
         precision = jax.lax.Precision.HIGHEST if x_TI.dtype == jnp.float32 else None
         if self.group is None and not self.has_zero and self.storage != "int4":
             # Exact in the dtype of x: XLA may widen them on their way into the product.
@@ -113,6 +109,23 @@ class WeightOnly:
             y = contract(x_TI, kernel, precision, sum_dtype(dtype)).astype(jnp.float32)
             return (y * arrays["kernel_scale"]).astype(dtype)
         return contract(x_TI, self.dequantize(arrays, x_TI.dtype), precision, dtype)
+
+    def fused(
+        self, rows: Rows, arrays: Mapping[str, jax.Array], around: Around, dtype: Any
+    ) -> Rows | None:
+        """Widened on the way; norms are halved between products."""
+        x_TI, group, norm = rows.x, self.group_size(rows.x.shape[1]), around.norm
+        if not few_rows_fit(x_TI.shape, x_TI.dtype, arrays, around.activation, group):
+            return None
+        square_XT = None
+        if norm is not None and norm.plus_one:
+            x_TI = rms_norm(x_TI, norm).astype(x_TI.dtype)
+        elif norm is not None:
+            x_TI, square_XT = rows.half_normed or half_norm(x_TI, norm.scale_D)
+        if self.ordered:
+            x_TI = jnp.take(x_TI, arrays[ORDER], axis=1)
+        x = x_TI if square_XT is None else HalfNormed(x_TI, square_XT)
+        return few_rows(x, arrays, around, dtype=dtype)
 
     def dequantize(self, arrays: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
         """The kernel [*outputs, I], rounded to `dtype` once."""
@@ -132,12 +145,17 @@ class WeightOnly:
 
 
 def pack_int4(x: jax.Array) -> jax.Array:
-    """Integers from -8 to 7 [..., I], two to a byte: [..., I / 2]."""
-    pairs = (x + 8).astype(jnp.uint8).reshape(*x.shape[:-1], -1, 2)
-    return pairs[..., 0] | pairs[..., 1] << 4
+    """Integers from -8 to 7 [..., I], two to a byte: [..., I / 2]. Of `PAIRED` neighbours, or fewer
+    where that does not divide them, the first half lies in the low halves of bytes.
+    """
+    *lead, size = x.shape
+    halves = (x + 8).astype(jnp.uint8).reshape(*lead, -1, 2, math.gcd(size, PAIRED) // 2)
+    return (halves[..., 0, :] | halves[..., 1, :] << 4).reshape(*lead, -1)
 
 
 def unpack_int4(x: jax.Array) -> jax.Array:
     """What `pack_int4` packed, as int8."""
-    pairs = jnp.stack((x & 15, x >> 4), axis=-1).astype(jnp.int8)
-    return pairs.reshape(*x.shape[:-1], -1) - 8
+    *lead, size = x.shape
+    runs = x.reshape(*lead, -1, 1, math.gcd(2 * size, PAIRED) // 2)
+    halves = jnp.concatenate((runs & 15, runs >> 4), axis=-2).astype(jnp.int8)
+    return halves.reshape(*lead, -1) - 8

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.quantization import KERNEL, ON_THE_FLY, UnsupportedQuantizationError, arrange
+from jaxpaged.quantization import KERNEL, ON_THE_FLY, Around, UnsupportedQuantizationError, arrange
+from jaxpaged.quantization import fp8 as fp8_module
 from jaxpaged.quantization import scheme as scheme_module
 from jaxpaged.quantization.fp8 import Fp8, quantize_rows
 from jaxpaged.quantization.weight_only import WeightOnly, pack_int4, unpack_int4
 from pallas_kernels.quantized_linear import quantized_linear
+from pallas_kernels.rms_norm import Norm, Rows, rms_norm
+from pallas_kernels.round_rows import round_rows
 
 RNG = np.random.default_rng(0)
 SCHEMES = {name: quantized.scheme for name, quantized in ON_THE_FLY.items()} | {
@@ -87,7 +90,7 @@ def test_zeros_stay_zeros(name: str) -> None:
 def test_products(name: str) -> None:
     scheme, weight, x_TI = SCHEMES[name], normal(2, 3, 4, 192), normal(5, 192)
     rows = scheme.quantize(weight)
-    y = jax.jit(scheme.product, static_argnums=(2, 3))(x_TI, arranged(rows, 4), False, x_TI.dtype)
+    y = jax.jit(scheme.product, static_argnums=2)(x_TI, arranged(rows, 4), x_TI.dtype)
     x = np.asarray(x_TI, np.float64)
     if isinstance(scheme, Fp8):
         q_TI, scale_T = quantize_rows(x_TI)
@@ -100,18 +103,28 @@ def test_products(name: str) -> None:
 @pytest.mark.parametrize("name", SCHEMES)
 def test_few_rows_on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """One kernel, and the same numbers within bfloat16's rounding."""
-    monkeypatch.setattr(
-        scheme_module, "quantized_linear", partial(quantized_linear, interpret=True)
-    )
+    interpreted = {"quantized_linear": quantized_linear, "round_rows": round_rows}
+    for module, name_ in ((scheme_module, "quantized_linear"), (fp8_module, "round_rows")):
+        monkeypatch.setattr(module, name_, partial(interpreted[name_], interpret=True))
     scheme, x_TI = SCHEMES[name], normal(5, 128).astype(jnp.bfloat16)
     arrays = arranged(scheme.quantize(normal(2, 64, 128)), 3)
-    made = jax.make_jaxpr(scheme.product, static_argnums=(2, 3))
-    jaxpr = made(x_TI, arrays, True, jnp.float32).jaxpr
-    names = [equation.primitive.name for equation in jaxpr.eqns]
-    assert "pallas_call" in names
+    norm = Norm(jnp.ones(128, jnp.bfloat16), 1e-6, plus_one=False)
+    around = Around(norm, normal(2, 64).astype(jnp.bfloat16), "silu", None, None)
+
+    def whole(x_TI: jax.Array) -> Any:
+        return scheme.fused(Rows(x_TI), arrays, around, jnp.bfloat16).x
+
+    names = [equation.primitive.name for equation in jax.make_jaxpr(whole)(x_TI).jaxpr.eqns]
+    assert names.count("pallas_call") == (2 if isinstance(scheme, Fp8) else 1)
     assert "dot_general" not in names
+    y = scheme.product(rms_norm(x_TI, norm).astype(jnp.bfloat16), arrays, jnp.float32)
+    y += around.bias
+    np.testing.assert_allclose(
+        np.asarray(whole(x_TI), float), jax.nn.silu(y[:, 0]) * y[:, 1], rtol=3e-2, atol=1
+    )
     for dtype, atol in ((jnp.bfloat16, 0.2), (jnp.float32, 0.1)):
-        plain, fused = (scheme.product(x_TI, arrays, fuse, dtype) for fuse in (False, True))
+        plain = scheme.product(x_TI, arrays, dtype)
+        fused = scheme.fused(Rows(x_TI), arrays, Around(), dtype).x
         assert (fused.shape, fused.dtype, plain.dtype) == ((5, 2, 64), dtype, dtype)
         np.testing.assert_allclose(
             np.asarray(fused, float), np.asarray(plain, float), rtol=2e-2, atol=atol
@@ -138,7 +151,7 @@ def test_two_to_a_byte() -> None:
     x = jnp.arange(-8, 8, dtype=jnp.int8).reshape(2, 8)
     packed = pack_int4(x)
     assert packed.shape == (2, 4)
-    assert int(packed[0, 0]) == 0 | 1 << 4  # -8 and -7, the first one low
+    assert int(packed[0, 0]) == 0 | 4 << 4  # -8 and -4: halves of all there are, the first one low
     np.testing.assert_array_equal(unpack_int4(packed), x)
 
 
