@@ -31,6 +31,7 @@ PARALLEL = {
     "pp": ("pipeline_parallel_size", "-pp"),
     "dp": ("data_parallel_size", "-dp"),
 }
+STORED = ("quantization", "kv_cache_dtype")  # settings that a result file names
 SERVING = ("output tok/s", "TTFT p50", "TPOT p50", "E2E p50")  # figures to compare
 
 
@@ -43,6 +44,7 @@ class Setting:
     gpu: str
     model: str
     dtype: str
+    stored: dict[str, Any]
     tp: int
     pp: int
     dp: int
@@ -63,11 +65,13 @@ class Setting:
 
     @cached_property
     def config(self) -> EngineConfig:
-        return EngineConfig(dtype=self.dtype, **self.limits)
+        return EngineConfig(dtype=self.dtype, **self.stored, **self.limits)
 
     @cached_property
     def layout(self) -> Layout:
-        spec = load_spec(json.loads((MODELS / f"{self.model}.json").read_text()))
+        spec = load_spec(
+            json.loads((MODELS / f"{self.model}.json").read_text()), self.config.quantization
+        )
         return Layout.of(spec, self.config, self.tp, self.pp)
 
     def cost_model(self, calibration: Calibration) -> CostModel:
@@ -127,6 +131,7 @@ def measured_settings(folder: Path = RESULTS) -> Iterator[Setting]:
             "gpu": card,
             "model": content["model"],
             "dtype": content.get("dtype", "auto"),
+            "stored": {name: content[name] for name in STORED if name in content},
             **{
                 name: int(content.get(field) or value(flags, flag, value(flags, f"--{field}", 1)))
                 for name, (field, flag) in PARALLEL.items()
