@@ -32,6 +32,7 @@ COMPARED = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "quantization",
+    "quantize_lm_head",
     "kv_cache_dtype",
 )
 REPORTED = ("jaxpaged", "jax", "jaxlib", "flax", "numpy", "torch", "transformers")

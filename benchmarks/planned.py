@@ -31,7 +31,7 @@ PARALLEL = {
     "pp": ("pipeline_parallel_size", "-pp"),
     "dp": ("data_parallel_size", "-dp"),
 }
-STORED = ("quantization", "kv_cache_dtype")  # settings that a result file names
+STORED = ("quantization", "quantize_lm_head", "kv_cache_dtype")  # settings that a result file names
 SERVING = ("output tok/s", "TTFT p50", "TPOT p50", "E2E p50")  # figures to compare
 
 
@@ -70,7 +70,9 @@ class Setting:
     @cached_property
     def layout(self) -> Layout:
         spec = load_spec(
-            json.loads((MODELS / f"{self.model}.json").read_text()), self.config.quantization
+            json.loads((MODELS / f"{self.model}.json").read_text()),
+            self.config.quantization,
+            self.config.quantize_lm_head,
         )
         return Layout.of(spec, self.config, self.tp, self.pp)
 

@@ -3,7 +3,8 @@
     python -m benchmarks.schemes --model benchmarks/models/qwen2.5-7b.json \\
         --schemes auto/auto fp8_per_channel/auto fp8_per_channel/fp8
 
-A scheme is WEIGHTS/PAGES: a value of `--quantization` (auto: none) and one of `--kv-cache-dtype`.
+A scheme is WEIGHTS/PAGES: a value of `--quantization` (auto: none) and one of `--kv-cache-dtype`; with
+/head after it the head is stored like the layers.
 Each gets an engine of its own, one after the other: decode steps as `decode_latency` takes them,
 then calls as `offline_throughput` makes them, on random weights, every executable compiled ahead.
 """
@@ -29,10 +30,11 @@ REQUESTS, PROMPT, OUTPUT = 256, 512, 128
 
 def run(args: argparse.Namespace, scheme: str) -> dict[str, Any]:
     """A scheme's row of the table."""
-    weights, pages = scheme.split("/")
+    weights, pages, *head = scheme.split("/")
     settings: dict[str, Any] = SERVING | {
         "max_model_len": MODEL_LEN,
         "quantization": None if weights == "auto" else weights,
+        "quantize_lm_head": head == ["head"],
         "kv_cache_dtype": pages,
         "compile_cache_dir": args.compile_cache_dir,
     }
@@ -52,7 +54,7 @@ def run(args: argparse.Namespace, scheme: str) -> dict[str, Any]:
         return {
             "weights": weights,
             "pages": pages,
-            "head": llm.info.dtype,
+            "head": llm.info.lm_head_dtype,
             "weights GiB": memory["weights_gib"],
             "pool tokens": memory["pool_tokens"],
             **steps,
@@ -65,7 +67,7 @@ def main() -> None:
     """Measure, print, write after each scheme."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="a config.json")
-    parser.add_argument("--schemes", nargs="+", required=True, metavar="WEIGHTS/PAGES")
+    parser.add_argument("--schemes", nargs="+", required=True, metavar="WEIGHTS/PAGES[/head]")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--compile-cache-dir")

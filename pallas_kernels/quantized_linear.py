@@ -247,11 +247,16 @@ def _kernel(
     at_R = jnp.minimum(t_R, T - 1)  # rows after the last are computed, but never written
     steps = D // C
 
+    def rows(d_C: jax.Array) -> jax.Array:
+        # Not the last row over and over: all programs would ask for the same few lines at once.
+        live_RC = jnp.broadcast_to(t_R[:, None] < T, (R, d_C.size))
+        return pltriton.load(ref["x"].at[t_R[:, None], d_C[None, :]], mask=live_RC)
+
     def product(i: jax.Array) -> jax.Array:
         if not packed:
             d_C = i * C + jnp.arange(C)
             kernel_WC = ref["kernel"][f_W[:, None], d_C[None, :]]
-            x_RC = ref["x"][at_R[:, None], d_C[None, :]]
+            x_RC = rows(d_C)
             return _dot(kernel_WC.astype(x_RC.dtype), x_RC)
         byte_C, half = jnp.arange(C // 2), PAIRED // 2
         bytes_WC = ref["kernel"][f_W[:, None], (i * (C // 2) + byte_C)[None, :]]
@@ -259,7 +264,7 @@ def _kernel(
         low_WR, high_WR = (
             _dot(
                 _unpack(bytes_WC, high, ref["x"].dtype, on_card),
-                ref["x"][at_R[:, None], (first_C + high * half)[None, :]],
+                rows(first_C + high * half),
             )
             for high in (0, 1)
         )
