@@ -3,8 +3,8 @@
     python -m benchmarks.schemes --model benchmarks/models/qwen2.5-7b.json \\
         --schemes auto/auto fp8_per_channel/auto fp8_per_channel/fp8
 
-A scheme is WEIGHTS/PAGES: a value of `--quantization` (auto: none) and one of `--kv-cache-dtype`; with
-/head after it the head is stored like the layers.
+A scheme is WEIGHTS/PAGES: a value of `--quantization` (auto: none) and one of `--kv-cache-dtype`;
+with /head after it the head is stored like the layers.
 Each gets an engine of its own, one after the other: decode steps as `decode_latency` takes them,
 then calls as `offline_throughput` makes them, on random weights, every executable compiled ahead.
 """

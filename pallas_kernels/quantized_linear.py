@@ -7,8 +7,11 @@ of outputs and of rows; where that leaves multiprocessors idle, several share a 
 last to finish adds up their parts, always in the same order.
 
 Sums over a group of terms are scaled as they come out: what is multiplied is small integers or
-8-bit floats, exact in bfloat16. Bias, gated activation and residual are done on the way, and a norm
-between two products is begun by the first and completed by the second, as in small_batch_linear.
+8-bit floats, exact in 16 bits. Rows of 8-bit floats come in float16: it holds them all, and the
+kernel is widened to it by the fewest instructions.
+
+Bias, gated activation and residual are done on the way, and a norm between two products is begun by
+the first and completed by the second, as in small_batch_linear.
 """
 
 from __future__ import annotations
@@ -26,25 +29,22 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.product_parts import NOT_IN_KERNELS, gated, row_squares, share_sum
 from pallas_kernels.rms_norm import HalfNormed, Rows
 
-PAIRED = 32  # terms whose halves share bytes: the first of each half, then the second, and so on
+PACKED = 4  # weights of four bits in an element, the first in the lowest bits
+RUN = 64  # terms of which the first, second, third and last sixteen share elements
 MAX_ROWS = 64  # beyond, widening the kernel once for all rows costs less
 PROGRAMS = 132  # multiprocessors of an H100 or H200
 E4M3 = jnp.float8_e4m3fn
 
-# The low halves of four bytes, as 16-bit floats: put under the bits of 128 (bfloat16) or 1024
-# (float16) they make that plus the weight; that and 8 less is what they stand for. `shift` brings
-# the other half down first.
+# Weights of two elements, as 16-bit floats: put under the bits of 128 (bfloat16) or 1024 (float16)
+# they make that plus the weight; that and 8 less is what they stand for. `shift` brings down those
+# that are wanted.
 _UNPACK = """{{
-    .reg .b32 a, b, one, less;
+    .reg .b32 a, one, less;
     mov.b32 one, {one};
     mov.b32 less, {less};
-    shr.u32 b, $2, {shift};
-    prmt.b32 a, b, 0, 0x4140;
-    prmt.b32 b, b, 0, 0x4342;
+    shr.u32 a, $1, {shift};
     lop3.b32 a, a, 0x000F000F, {base}, 0xEA;
-    lop3.b32 b, b, 0x000F000F, {base}, 0xEA;
     fma.rn.{type}x2 $0, a, one, less;
-    fma.rn.{type}x2 $1, b, one, less;
 }}"""
 _CONSTANTS = {
     "bfloat16": {"type": "bf16", "base": 0x43004300, "one": 0x3F803F80, "less": 0xC308C308},
@@ -97,21 +97,21 @@ class TuningConfig:
         )
 
 
-def tuning_config(*, T: int, D: int, F: int, group: int, rows_dtype: Any) -> TuningConfig:
+def tuning_config(*, T: int, D: int, F: int, group: int) -> TuningConfig:
     """The setting for T rows of D terms and F outputs, `group` terms to a scale."""
     block_in = min(128, group & -group)
     splits = max(1, min(round(2 * PROGRAMS / (F // 64)), D // block_in // 2, 16))
-    # 8-bit floats on both sides are multiplied as such by 64 rows, and widened by fewer; but parts
-    # of so many rows cost more where a sum is shared out.
-    few = 64 if rows_dtype == E4M3 and splits == 1 else 16
-    rows = few if few >= T else 32 if T <= 32 else 64
+    rows = 16 if T <= 16 else 32 if T <= 32 else 64
     return TuningConfig(64, rows, block_in, splits, 4, 5)
 
 
-def is_supported(*, T: int, D: int, F: int, group: int, rows_dtype: Any) -> bool:
-    """Whether the kernel takes such a product of rows in this dtype, and is not the slower."""
-    narrow = rows_dtype in (jnp.bfloat16, jnp.float16, E4M3)
-    return narrow and T <= MAX_ROWS and F % 64 == 0 and D % group == 0 and group % 32 == 0
+def is_supported(*, T: int, D: int, F: int, group: int, dtype: Any) -> bool:
+    """Whether the kernel takes such a product of rows in this dtype, and is not the slower.
+
+    Four bits want groups of `RUN` terms; here all do.
+    """
+    half = jnp.dtype(dtype).name in _CONSTANTS
+    return half and T <= MAX_ROWS and F % 64 == 0 and D % group == 0 and group % RUN == 0
 
 
 def quantized_linear(
@@ -135,10 +135,9 @@ def quantized_linear(
     Sums are float32 and rounded once, at the end. A row's result does not depend on other rows.
 
     Args:
-        x: [T, D] rows in bfloat16 or float16, or such rows whose norm is to be completed; or rows
-            in e4m3 for a kernel of the same type.
-        kernel_FX: [F, D] in e4m3 or int8, or [F, D / 2] in uint8: two weights, each plus 8, those
-            of the first half of `PAIRED` terms in the low halves.
+        x: [T, D] rows in bfloat16 or float16, or such rows whose norm is to be completed.
+        kernel_FX: [F, D] in e4m3 or int8, or [F, D / 4] in uint16: four weights, each plus 8, of
+            the four quarters of every `RUN` terms.
         scale: float32, [F] or [G, F] for G groups of neighbouring terms.
         zero_GF: int8, subtracted from the kernel.
         row_scale_T: float32.
@@ -148,7 +147,7 @@ def quantized_linear(
             then gates, and after them as many ups: activation(gate) * up, [T, F / 2], comes out.
         residual_TF: added last, as the result has columns.
         next_scale_F: factors of the norm of the result, to begin it here.
-        dtype: of the result; None: that of the rows, or bfloat16 for e4m3.
+        dtype: of the result; None: that of the rows.
         config: layout on the card, which must divide D and F; None: `tuning_config`.
         interpret: run on any platform, slowly.
 
@@ -160,18 +159,16 @@ def quantized_linear(
     """
     x_TD, square_XT = x if isinstance(x, HalfNormed) else (x, None)
     (T, D), F = x_TD.shape, kernel_FX.shape[0]
-    packed = kernel_FX.dtype == jnp.uint8
+    packed = PACKED if kernel_FX.dtype == jnp.uint16 else 1
     groups = scale.shape[0] if scale.ndim == 2 else 1
     group = D // groups
-    if dtype is None:
-        dtype = jnp.bfloat16 if x_TD.dtype == E4M3 else x_TD.dtype
-    if kernel_FX.shape[1] != (D // 2 if packed else D) or scale.shape[-1] != F:
+    if kernel_FX.shape[1] * packed != D or scale.shape[-1] != F:
         raise ValueError(f"rows of {D} do not fit {kernel_FX.shape} with {scale.shape} scales")
-    if kernel_FX.dtype not in (E4M3, jnp.int8, jnp.uint8):
-        raise ValueError(f"expected a kernel in e4m3, int8 or uint8, got {kernel_FX.dtype}")
-    config = config or tuning_config(T=T, D=D, F=F, group=group, rows_dtype=x_TD.dtype)
-    if x_TD.dtype.name not in _CONSTANTS and not x_TD.dtype == kernel_FX.dtype == E4M3:
-        raise ValueError(f"rows in {x_TD.dtype} do not go with a kernel in {kernel_FX.dtype}")
+    if kernel_FX.dtype not in (E4M3, jnp.int8, jnp.uint16):
+        raise ValueError(f"expected a kernel in e4m3, int8 or uint16, got {kernel_FX.dtype}")
+    config = config or tuning_config(T=T, D=D, F=F, group=group)
+    if x_TD.dtype.name not in _CONSTANTS:
+        raise ValueError(f"expected rows in {' or '.join(_CONSTANTS)}, got {x_TD.dtype}")
     if not config.fits(D, F, group):
         raise ValueError(f"rows of {D} to {F} outputs in groups of {group} do not fit {config}")
     if activation == NOT_IN_KERNELS:
@@ -192,7 +189,7 @@ def quantized_linear(
     }
     if zero_GF is not None:
         operands["sum"] = x_TD.astype(jnp.float32).reshape(T, groups, group).sum(-1).T
-    outs = {"out": jax.ShapeDtypeStruct((T, columns), dtype)}
+    outs = {"out": jax.ShapeDtypeStruct((T, columns), dtype or x_TD.dtype)}
     if next_scale_F is not None:
         outs["next"] = outs["out"]
         outs["next_square"] = jax.ShapeDtypeStruct((blocks, T), jnp.float32)
@@ -232,7 +229,7 @@ def _kernel(
 ) -> None:
     ref = dict(zip(names, refs, strict=True))
     (T, columns), groups = ref["out"].shape, ref["scale"].shape[0]
-    packed = ref["kernel"].dtype == jnp.uint8
+    packed = ref["kernel"].dtype == jnp.uint16
     D = ref["x"].shape[1]
     W, R, C, splits = config.block_out, config.block_rows, config.block_in, config.splits
     # Blocks of rows of the same outputs run side by side: the kernel is read from memory once.
@@ -256,19 +253,15 @@ def _kernel(
         if not packed:
             d_C = i * C + jnp.arange(C)
             kernel_WC = ref["kernel"][f_W[:, None], d_C[None, :]]
-            x_RC = rows(d_C)
-            return _dot(kernel_WC.astype(x_RC.dtype), x_RC)
-        byte_C, half = jnp.arange(C // 2), PAIRED // 2
-        bytes_WC = ref["kernel"][f_W[:, None], (i * (C // 2) + byte_C)[None, :]]
-        first_C = i * C + lax.div(byte_C, half) * PAIRED + lax.rem(byte_C, half)
-        low_WR, high_WR = (
-            _dot(
-                _unpack(bytes_WC, high, ref["x"].dtype, on_card),
-                rows(first_C + high * half),
-            )
-            for high in (0, 1)
-        )
-        return low_WR + high_WR
+            return _dot(kernel_WC.astype(ref["x"].dtype), rows(d_C))
+        x_X, run = jnp.arange(C // PACKED), RUN // PACKED
+        words_WX = ref["kernel"][f_W[:, None], (i * (C // PACKED) + x_X)[None, :]]
+        first_X = i * C + lax.div(x_X, run) * RUN + lax.rem(x_X, run)
+        sum_WR = jnp.zeros((W, R), jnp.float32)
+        for part in range(PACKED):
+            part_WX = _unpack(words_WX, part, ref["x"].dtype, on_card)
+            sum_WR += _dot(part_WX, rows(first_X + part * run))
+        return sum_WR
 
     def step(i: jax.Array, sum_WR: jax.Array) -> jax.Array:
         new_WR = product(i)
@@ -326,15 +319,15 @@ def _dot(kernel_WC: jax.Array, x_RC: jax.Array) -> jax.Array:
     )
 
 
-def _unpack(bytes_WC: jax.Array, half: int, dtype: Any, on_card: bool) -> jax.Array:
-    """The low or the high halves, less 8."""
+def _unpack(words_WX: jax.Array, part: int, dtype: Any, on_card: bool) -> jax.Array:
+    """One of each element's weights, less 8."""
     if not on_card:
-        return ((bytes_WC >> 4 * half & 15).astype(jnp.int32) - 8).astype(dtype)
-    (wide_WC,) = pltriton.elementwise_inline_asm(
-        _UNPACK.format(shift=4 * half, **_CONSTANTS[jnp.dtype(dtype).name]),
-        args=[bytes_WC],
-        constraints="=r,=r,r",
-        pack=4,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(bytes_WC.shape, dtype)],
+        return ((words_WX.astype(jnp.int32) >> 4 * part & 15) - 8).astype(dtype)
+    (wide_WX,) = pltriton.elementwise_inline_asm(
+        _UNPACK.format(shift=4 * part, **_CONSTANTS[jnp.dtype(dtype).name]),
+        args=[words_WX],
+        constraints="=r,r",
+        pack=2,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(words_WX.shape, dtype)],
     )
-    return wide_WC
+    return wide_WX

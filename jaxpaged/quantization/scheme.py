@@ -190,7 +190,7 @@ def few_rows_fit(
     """
     T, size = shape
     F = math.prod(arrays[KERNEL].shape[:-1])
-    fits = is_supported(T=T, D=size, F=F, group=group or size, rows_dtype=dtype)
+    fits = is_supported(T=T, D=size, F=F, group=group or size, dtype=dtype)
     return fits and activation != NOT_IN_KERNELS
 
 

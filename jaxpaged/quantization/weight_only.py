@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpaged.quantization.scheme import (
     KERNEL,
@@ -22,12 +23,13 @@ from jaxpaged.quantization.scheme import (
     few_rows_fit,
     sum_dtype,
 )
-from pallas_kernels.quantized_linear import PAIRED
+from pallas_kernels.quantized_linear import PACKED, RUN
 from pallas_kernels.rms_norm import HalfNormed, Rows, half_norm, rms_norm
 
 E4M3 = "float8_e4m3fn"
 # Of the number types that weights are stored in: the largest value of a symmetric scale.
 LARGEST = {E4M3: 448.0, "int8": 127.0, "int4": 7.0}
+_SHIFTS = np.arange(0, 4 * PACKED, 4, dtype=np.uint16)  # of the weights in an element
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class WeightOnly:
     """Weights `(kernel_q - kernel_zero) * kernel_scale`.
 
     Attributes:
-        storage: float8_e4m3fn, int8 or int4; of the last, two share a byte, each plus 8.
+        storage: float8_e4m3fn, int8 or int4; of the last, four share a uint16, each plus 8.
         group: neighbouring terms of an output that share a scale; None: all of them.
         has_zero: groups have a zero point too, an integer.
         ordered: an array says which input each of the terms belongs to.
@@ -48,24 +50,24 @@ class WeightOnly:
 
     @property
     def packed(self) -> int:
-        """Two to a byte, where they have four bits."""
-        return 2 if self.storage == "int4" else 1
+        """Four to an element, where they have four bits."""
+        return PACKED if self.storage == "int4" else 1
 
     def group_size(self, size: int) -> int:
         """Terms to a scale where `size` are summed: a group divides them."""
         return size if self.group is None else math.gcd(self.group, size)
 
     def arrays(self, size: int) -> Mapping[str, ArraySpec]:
-        """[*outputs, I], packed [*outputs, I / 2]; scales [*outputs] or [groups, *outputs].
+        """[*outputs, I], packed [*outputs, I / 4]; scales [*outputs] or [groups, *outputs].
 
         Raises:
-            UnsupportedQuantizationError: an odd number of terms, two of which would share a byte.
+            UnsupportedQuantizationError: terms of which four do not share an element.
         """
         if size % self.packed:
             raise UnsupportedQuantizationError(
-                f"a product sums over {size} terms, an odd number: 4 bits are packed in pairs"
+                f"a product sums over {size} terms: 4 bits are packed in fours"
             )
-        stored = jnp.dtype("uint8" if self.storage == "int4" else self.storage)
+        stored = jnp.dtype("uint16" if self.storage == "int4" else self.storage)
         groups = None if self.group is None else size // self.group_size(size)
         arrays = {
             KERNEL: ArraySpec(stored, size // self.packed),
@@ -145,17 +147,21 @@ class WeightOnly:
 
 
 def pack_int4(x: jax.Array) -> jax.Array:
-    """Integers from -8 to 7 [..., I], two to a byte: [..., I / 2]. Of `PAIRED` neighbours, or fewer
-    where that does not divide them, the first half lies in the low halves of bytes.
+    """Integers from -8 to 7 [..., I], four to an element: [..., I / 4] of uint16.
+
+    Of `RUN` neighbours, or fewer where that does not divide them, the four quarters share elements,
+    the first in the lowest bits: a kernel then multiplies each with a row's terms as they lie.
     """
     *lead, size = x.shape
-    halves = (x + 8).astype(jnp.uint8).reshape(*lead, -1, 2, math.gcd(size, PAIRED) // 2)
-    return (halves[..., 0, :] | halves[..., 1, :] << 4).reshape(*lead, -1)
+    run = math.gcd(size, RUN) // PACKED
+    quarters = (x + 8).astype(jnp.uint16).reshape(*lead, -1, PACKED, run)
+    shifted = quarters << _SHIFTS[:, None]
+    return jnp.sum(shifted, axis=-2, dtype=jnp.uint16).reshape(*lead, -1)
 
 
 def unpack_int4(x: jax.Array) -> jax.Array:
     """What `pack_int4` packed, as int8."""
     *lead, size = x.shape
-    runs = x.reshape(*lead, -1, 1, math.gcd(2 * size, PAIRED) // 2)
-    halves = jnp.concatenate((runs & 15, runs >> 4), axis=-2).astype(jnp.int8)
-    return halves.reshape(*lead, -1) - 8
+    run = math.gcd(PACKED * size, RUN) // PACKED
+    quarters = x.reshape(*lead, -1, 1, run) >> _SHIFTS[:, None] & 15
+    return quarters.astype(jnp.int8).reshape(*lead, -1) - 8

@@ -20,7 +20,7 @@ from pallas_kernels.rms_norm import Norm, half_norm, rms_norm
 
 D, F = 256, 128
 E4M3 = jnp.float8_e4m3fn
-WHOLE, SPLIT = TuningConfig(64, 16, 64, 1, 4, 2), TuningConfig(128, 32, 32, 3, 4, 2)
+WHOLE, SPLIT = TuningConfig(64, 16, 64, 1, 4, 2), TuningConfig(128, 32, 64, 3, 4, 2)
 RNG = np.random.default_rng(0)
 KINDS = ("e4m3 rows", "e4m3", "e4m3 groups", "int8", "int8 zero", "int4 groups", "int4 groups zero")
 
@@ -31,7 +31,7 @@ def op(*operands: Any, **options: Any) -> jax.Array:
 
 def operands(kind: str, T: int) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array], np.ndarray]:
     """Arguments, options and the result in float64."""
-    x_TD = jnp.asarray(RNG.normal(size=(T, D)), E4M3 if "rows" in kind else jnp.bfloat16)
+    x_TD = jnp.asarray(RNG.normal(size=(T, D)), jnp.float16 if "rows" in kind else jnp.bfloat16)
     groups = 4 if "groups" in kind else 1
     scale_GF = jnp.asarray(RNG.uniform(0.5, 2, (groups, F)) / 64, jnp.float32)
     options: dict[str, jax.Array] = {}
@@ -43,9 +43,8 @@ def operands(kind: str, T: int) -> tuple[tuple[jax.Array, ...], dict[str, jax.Ar
         wide = RNG.integers(low, high, (F, D)).astype(np.float64)
         kernel = jnp.asarray(wide, jnp.int8)
         if "int4" in kind:
-            halves = wide.reshape(F, -1, 2, 16) + 8
-            packed = halves[:, :, 0] + 16 * halves[:, :, 1]
-            kernel = jnp.asarray(packed.reshape(F, -1), jnp.uint8)
+            packed = ((wide.reshape(F, -1, 4, 16) + 8) * 16.0 ** np.arange(4)[:, None]).sum(2)
+            kernel = jnp.asarray(packed.reshape(F, -1), jnp.uint16)
     if "zero" in kind:
         options["zero_GF"] = jnp.asarray(RNG.integers(-7, 8, (groups, F)), jnp.int8)
         wide = wide - np.repeat(np.asarray(options["zero_GF"], float), D // groups, 0).T
@@ -64,7 +63,7 @@ def test_agrees_with_float64(kind: str) -> None:
     T, config = {"e4m3": (1, WHOLE), "int8": (40, WHOLE)}.get(kind, (27, SPLIT))
     arguments, options, want = operands(kind, T)
     y_TF = op(*arguments, config=config, **options)
-    assert (y_TF.dtype, y_TF.shape) == (jnp.bfloat16, (T, F))
+    assert (y_TF.dtype, y_TF.shape) == (arguments[0].dtype, (T, F))
     np.testing.assert_allclose(np.asarray(y_TF, float), want, rtol=1e-2, atol=1e-2)
 
 
@@ -97,9 +96,9 @@ def test_a_norm_is_completed() -> None:
     y_TF = op(half_norm(x_TD, factor_D), *others, eps=0.5, config=SPLIT, **options)
     normed_TD = rms_norm(x_TD, Norm(factor_D, 0.5, False)).astype(jnp.bfloat16)
     want_TF = op(normed_TD, *others, config=SPLIT, **options)
-    np.testing.assert_allclose(
-        np.asarray(y_TF, float), np.asarray(want_TF, float), rtol=2e-2, atol=2e-2
-    )
+    # Rows are not rounded between their norm and the product.
+    error_TF = np.abs(np.asarray(y_TF, float) - np.asarray(want_TF, float))
+    assert error_TF.max() < 1e-2 * np.abs(np.asarray(want_TF, float)).max()
 
 
 def test_float16() -> None:
@@ -133,7 +132,7 @@ def test_operands_out_of_bounds() -> None:
     with pytest.raises(ValueError, match="gelu has no place"):
         op(x_TD, kernel, scale, activation="gelu", config=WHOLE)
     for operands_, config in calls:
-        with pytest.raises(ValueError, match=r"fit|expected|go with"):
+        with pytest.raises(ValueError, match=r"fit|expected"):
             op(*operands_, config=config)
 
 
@@ -148,17 +147,15 @@ def test_bad_settings(field: str) -> None:
     ("inner", "outer"), [(3584, 4608), (3584, 3584), (3584, 37888), (18944, 3584), (896, 1152)]
 )
 def test_settings_fit_real_models(T: int, inner: int, outer: int) -> None:
-    for group in (inner, 128, 64, 32):
-        for rows in (jnp.bfloat16, E4M3):
-            sizes = {"T": T, "D": inner, "F": outer, "group": group}
-            assert is_supported(**sizes, rows_dtype=rows)
-            config = tuning_config(**sizes, rows_dtype=rows)
-            assert config.fits(inner, outer, group)
+    for group in (inner, 128, 64):
+        sizes = {"T": T, "D": inner, "F": outer, "group": group}
+        assert is_supported(**sizes, dtype=jnp.bfloat16)
+        assert tuning_config(**sizes).fits(inner, outer, group)
 
 
 def test_what_is_left_to_others() -> None:
-    sizes = {"T": 8, "D": 256, "F": 128, "group": 64, "rows_dtype": jnp.float16}
+    sizes = {"T": 8, "D": 256, "F": 128, "group": 64, "dtype": jnp.float16}
     assert is_supported(**sizes)
-    for change in ({"T": 65}, {"F": 96}, {"group": 16}, {"group": 192}):
+    for change in ({"T": 65}, {"F": 96}, {"group": 32}, {"group": 192}):
         assert not is_supported(**(sizes | change))
-    assert not is_supported(**(sizes | {"rows_dtype": jnp.float32}))
+    assert not is_supported(**(sizes | {"dtype": E4M3}))
