@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from jaxpaged.layers.rope import RopeSpec
-from jaxpaged.quantization import FullPrecision, Quantized
+from jaxpaged.quantization import FullPrecision, Quantized, Scheme
 
 PRODUCTS = ("qkv", "o", "gate_up", "down")  # of a layer
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")  # as Hugging Face names them
@@ -97,9 +97,10 @@ class ModelSpec:
         return getattr(self.layers[int(layer.removeprefix("layers_"))].quantization, product)
 
     @property
-    def is_quantized(self) -> bool:
-        """Whether any product of a layer is."""
-        return any(layer.quantization != LayerQuantization() for layer in self.layers)
+    def schemes(self) -> frozenset[Scheme]:
+        """How its products are stored, where they are quantized."""
+        hows = [getattr(layer.quantization, name) for layer in self.layers for name in PRODUCTS]
+        return frozenset(how.scheme for how in (*hows, self.head) if how is not None)
 
     def quantized_like(self, how: Quantized) -> ModelSpec:
         """The model with every product of its layers stored in one way."""

@@ -43,6 +43,11 @@ class Fp8:
         return jnp.dtype(E4M3).name
 
     @property
+    def rounds_rows(self) -> bool:
+        """By a scale each."""
+        return True
+
+    @property
     def packed(self) -> int:
         """A weight is a number."""
         return 1

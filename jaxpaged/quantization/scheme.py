@@ -88,6 +88,10 @@ class Scheme(Protocol):
         """The number type of a weight: float8_e4m3fn, int8 or int4."""
 
     @property
+    def rounds_rows(self) -> bool:
+        """Whether rows are multiplied in 8-bit floats, too, instead of weights widened."""
+
+    @property
     def packed(self) -> int:
         """Weights in one element of the kernel."""
 

@@ -49,6 +49,11 @@ class WeightOnly:
     ordered: bool = False
 
     @property
+    def rounds_rows(self) -> bool:
+        """They stay as they are."""
+        return False
+
+    @property
     def packed(self) -> int:
         """Four to an element, where they have four bits."""
         return PACKED if self.storage == "int4" else 1

@@ -20,11 +20,10 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.layers.attention import E4M3_CAPABILITY, AttentionCase, attention_backend
 from jaxpaged.models import load_spec
 from jaxpaged.models.decoder import Decoder, Params
-from jaxpaged.models.spec import PRODUCTS, ModelSpec
+from jaxpaged.models.spec import ModelSpec
 from jaxpaged.models.spread import spread_spec
 from jaxpaged.parallel.hosts import Group
 from jaxpaged.parallel.mesh import model_mesh, stage_devices
-from jaxpaged.quantization import KERNEL
 from jaxpaged.runtime import weights
 from jaxpaged.runtime.command_stream import CommandSender
 from jaxpaged.runtime.compilation import Executables, cache_folder, compile_together
@@ -168,10 +167,8 @@ def check_card(spec: ModelSpec, compute_capability: float) -> None:
     Raises:
         ValueError: one line.
     """
-    hows = {getattr(layer.quantization, name) for layer in spec.layers for name in PRODUCTS}
-    hows.add(spec.head)
-    stored = {how.scheme.arrays(spec.width)[KERNEL].dtype for how in hows if how is not None}
-    if jnp.float8_e4m3fn in stored and 0 < compute_capability < E4M3_CAPABILITY:
+    stored = {scheme.storage for scheme in spec.schemes}
+    if "float8_e4m3fn" in stored and 0 < compute_capability < E4M3_CAPABILITY:
         raise ValueError(
             f"weights in fp8 need a GPU of compute capability {E4M3_CAPABILITY} or later, and "
             f"this one has {compute_capability}: ordinary weights with --quantization "
