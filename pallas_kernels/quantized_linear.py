@@ -7,8 +7,7 @@ of outputs and of rows; where that leaves multiprocessors idle, several share a 
 last to finish adds up their parts, always in the same order.
 
 Sums over a group of terms are scaled as they come out: what is multiplied is small integers or
-8-bit floats, exact in 16 bits. Rows of 8-bit floats come in float16: it holds them all, and the
-kernel is widened to it by the fewest instructions.
+8-bit floats, exact in 16 bits.
 
 Bias, gated activation and residual are done on the way, and a norm between two products is begun by
 the first and completed by the second, as in small_batch_linear.
@@ -57,12 +56,12 @@ class TuningConfig:
     """How a product is laid out on the card.
 
     Attributes:
-        block_out: outputs of a program, 64, 128 or 256.
+        block_out: outputs of a program, 32, 64, 128 or 256.
         block_rows: rows of a program, a power of two from 16 to 256.
         block_in: terms of the sum that are loaded at once, a power of two from 32 to 512; groups
             that share a scale are multiples.
         splits: programs that share the sum, up to 16.
-        num_warps: warps of a program, 4 or 8.
+        num_warps: warps of a program, a power of two up to 8.
         num_stages: depth of the load pipeline.
     """
 
@@ -74,16 +73,16 @@ class TuningConfig:
     num_stages: int
 
     def __post_init__(self) -> None:
-        if self.block_out not in (64, 128, 256):
-            raise ValueError(f"block_out must be 64, 128 or 256, got {self.block_out}")
+        if self.block_out not in (32, 64, 128, 256):
+            raise ValueError(f"block_out must be 32, 64, 128 or 256, got {self.block_out}")
         if self.block_rows not in (16, 32, 64, 128, 256):
             raise ValueError(f"block_rows must be a power of two to 256, got {self.block_rows}")
         if self.block_in not in (32, 64, 128, 256, 512):
             raise ValueError(f"block_in must be a power of two up to 512, got {self.block_in}")
         if not 1 <= self.splits <= 16:
             raise ValueError(f"splits must be from 1 to 16, got {self.splits}")
-        if self.num_warps not in (4, 8):
-            raise ValueError(f"num_warps must be 4 or 8, got {self.num_warps}")
+        if self.num_warps not in (1, 2, 4, 8):
+            raise ValueError(f"num_warps must be 1, 2, 4 or 8, got {self.num_warps}")
         if not 1 <= self.num_stages <= 8:
             raise ValueError(f"num_stages must be from 1 to 8, got {self.num_stages}")
 
@@ -97,21 +96,27 @@ class TuningConfig:
         )
 
 
-def tuning_config(*, T: int, D: int, F: int, group: int) -> TuningConfig:
-    """The setting for T rows of D terms and F outputs, `group` terms to a scale."""
-    block_in = min(128, group & -group)
-    splits = max(1, min(round(2 * PROGRAMS / (F // 64)), D // block_in // 2, 16))
+def tuning_config(*, T: int, D: int, F: int, group: int, rows_dtype: Any) -> TuningConfig:
+    """The setting for T rows of D terms and F outputs, `group` terms to a scale.
+
+    All are multiplied by mma.sync: wgmma, which Triton takes from four warps on for 16-bit rows,
+    would wait for weights that are widened in registers, step by step.
+    """
+    narrow = rows_dtype == E4M3
     rows = 16 if T <= 16 else 32 if T <= 32 else 64
-    return TuningConfig(64, rows, block_in, splits, 4, 5)
+    block_in = min(128 if narrow or rows == 16 else 64, group & -group)
+    programs = (2 if narrow else 4) * PROGRAMS
+    splits = max(1, min(round(programs / (F // 64)), D // block_in // 2, 16))
+    return TuningConfig(64, rows, block_in, splits, *((4, 5) if narrow else (2, 3)))
 
 
-def is_supported(*, T: int, D: int, F: int, group: int, dtype: Any) -> bool:
+def is_supported(*, T: int, D: int, F: int, group: int, rows_dtype: Any) -> bool:
     """Whether the kernel takes such a product of rows in this dtype, and is not the slower.
 
     Four bits want groups of `RUN` terms; here all do.
     """
-    half = jnp.dtype(dtype).name in _CONSTANTS
-    return half and T <= MAX_ROWS and F % 64 == 0 and D % group == 0 and group % RUN == 0
+    narrow = rows_dtype in (jnp.bfloat16, jnp.float16, E4M3)
+    return narrow and T <= MAX_ROWS and F % 64 == 0 and D % group == 0 and group % RUN == 0
 
 
 def quantized_linear(
@@ -135,7 +140,8 @@ def quantized_linear(
     Sums are float32 and rounded once, at the end. A row's result does not depend on other rows.
 
     Args:
-        x: [T, D] rows in bfloat16 or float16, or such rows whose norm is to be completed.
+        x: [T, D] rows in bfloat16 or float16, or such rows whose norm is to be completed; or rows
+            in e4m3 for a kernel of the same type.
         kernel_FX: [F, D] in e4m3 or int8, or [F, D / 4] in uint16: four weights, each plus 8, of
             the four quarters of every `RUN` terms.
         scale: float32, [F] or [G, F] for G groups of neighbouring terms.
@@ -147,7 +153,7 @@ def quantized_linear(
             then gates, and after them as many ups: activation(gate) * up, [T, F / 2], comes out.
         residual_TF: added last, as the result has columns.
         next_scale_F: factors of the norm of the result, to begin it here.
-        dtype: of the result; None: that of the rows.
+        dtype: of the result; None: that of the rows, or bfloat16 for e4m3.
         config: layout on the card, which must divide D and F; None: `tuning_config`.
         interpret: run on any platform, slowly.
 
@@ -166,9 +172,11 @@ def quantized_linear(
         raise ValueError(f"rows of {D} do not fit {kernel_FX.shape} with {scale.shape} scales")
     if kernel_FX.dtype not in (E4M3, jnp.int8, jnp.uint16):
         raise ValueError(f"expected a kernel in e4m3, int8 or uint16, got {kernel_FX.dtype}")
-    config = config or tuning_config(T=T, D=D, F=F, group=group)
-    if x_TD.dtype.name not in _CONSTANTS:
-        raise ValueError(f"expected rows in {' or '.join(_CONSTANTS)}, got {x_TD.dtype}")
+    if dtype is None:
+        dtype = jnp.bfloat16 if x_TD.dtype == E4M3 else x_TD.dtype
+    config = config or tuning_config(T=T, D=D, F=F, group=group, rows_dtype=x_TD.dtype)
+    if x_TD.dtype.name not in _CONSTANTS and not x_TD.dtype == kernel_FX.dtype == E4M3:
+        raise ValueError(f"rows in {x_TD.dtype} do not go with a kernel in {kernel_FX.dtype}")
     if not config.fits(D, F, group):
         raise ValueError(f"rows of {D} to {F} outputs in groups of {group} do not fit {config}")
     if activation == NOT_IN_KERNELS:
@@ -189,7 +197,7 @@ def quantized_linear(
     }
     if zero_GF is not None:
         operands["sum"] = x_TD.astype(jnp.float32).reshape(T, groups, group).sum(-1).T
-    outs = {"out": jax.ShapeDtypeStruct((T, columns), dtype or x_TD.dtype)}
+    outs = {"out": jax.ShapeDtypeStruct((T, columns), dtype)}
     if next_scale_F is not None:
         outs["next"] = outs["out"]
         outs["next_square"] = jax.ShapeDtypeStruct((blocks, T), jnp.float32)

@@ -33,14 +33,13 @@ def to_e4m3(x: jax.Array) -> jax.Array:
 
 
 def round_rows(
-    x_TD: jax.Array, norm: Norm | None = None, *, dtype: Any = E4M3, interpret: bool = False
+    x_TD: jax.Array, norm: Norm | None = None, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Rows, normalised if need be, rounded to e4m3 [T, D], and the float32 scale [T] of each.
+    """Rows, normalised if need be, as e4m3 [T, D], and the float32 scale [T] of each.
 
     Args:
         x_TD: in any float; normalised rows are rounded to its dtype first, as they are elsewhere.
         norm: over D.
-        dtype: they come in; float16 holds all that e4m3 does.
         interpret: run on any platform, slowly.
 
     Raises:
@@ -56,7 +55,7 @@ def round_rows(
         partial(_kernel, block=block, eps=eps, plus_one=plus_one),
         grid=(T,),
         out_shape=[
-            jax.ShapeDtypeStruct((T, D), dtype),
+            jax.ShapeDtypeStruct((T, D), E4M3),
             jax.ShapeDtypeStruct((T,), jnp.float32),
         ],
         compiler_params=pltriton.CompilerParams(num_warps=min(16, max(4, block // 1024))),
@@ -76,5 +75,5 @@ def _kernel(x_ref: Any, *refs: Any, block: int, eps: float, plus_one: bool) -> N
         x_B *= lax.rsqrt(jnp.square(x_B).sum() / D + eps)
         x_B = (x_B * (factor_B + plus_one)).astype(x_ref.dtype).astype(jnp.float32)
     scale = row_scale(jnp.max(jnp.abs(x_B)))
-    pltriton.store(out_ref.at[t, d_B], to_e4m3(x_B / scale).astype(out_ref.dtype), mask=live_B)
+    pltriton.store(out_ref.at[t, d_B], to_e4m3(x_B / scale), mask=live_B)
     scale_ref[t] = scale

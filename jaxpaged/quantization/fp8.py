@@ -78,9 +78,9 @@ class Fp8:
         """Rows are normalised and rounded by one kernel, multiplied by another."""
         around, norm = around._replace(norm=None, next_norm=None), around.norm
         shape = rows.x.shape
-        if shape[1] > MAX_WIDTH or not few_rows_fit(shape, jnp.float16, arrays, around.activation):
+        if shape[1] > MAX_WIDTH or not few_rows_fit(shape, E4M3, arrays, around.activation):
             return None
-        q_TI, scale_T = round_rows(rows.x, norm, dtype=jnp.float16)
+        q_TI, scale_T = round_rows(rows.x, norm)
         return few_rows(q_TI, arrays, around, scale_T, dtype=dtype)
 
 

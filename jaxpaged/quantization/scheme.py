@@ -194,8 +194,13 @@ def few_rows_fit(
     """
     T, size = shape
     F = math.prod(arrays[KERNEL].shape[:-1])
-    fits = is_supported(T=T, D=size, F=F, group=group or size, dtype=dtype)
+    fits = is_supported(T=T, D=size, F=F, group=group or size, rows_dtype=dtype)
     return fits and activation != NOT_IN_KERNELS
+
+
+def in_halves(norm: Norm, dtype: Any) -> bool:
+    """Whether products begin and complete a norm: undivided rows could overflow float16."""
+    return dtype == jnp.bfloat16 and not norm.plus_one
 
 
 def few_rows(
@@ -216,6 +221,8 @@ def few_rows(
     outputs = kernel.shape[:-1]
     F, lead = math.prod(outputs), scale.shape[: scale.ndim - len(outputs)]
     bias, residual, next_norm = around.bias, around.residual, around.next_norm
+    if next_norm is not None and not in_halves(next_norm, dtype):
+        next_norm = None
     y, half_normed = quantized_linear(
         x,
         kernel.reshape(F, -1),
@@ -226,7 +233,7 @@ def few_rows(
         bias_F=None if bias is None else bias.reshape(F),
         activation=around.activation,
         residual_TF=residual,
-        next_scale_F=None if next_norm is None or next_norm.plus_one else next_norm.scale_D,
+        next_scale_F=None if next_norm is None else next_norm.scale_D,
         dtype=dtype,
     )
     return Rows(y if around.activation else y.reshape(-1, *outputs), half_normed)

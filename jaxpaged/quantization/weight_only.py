@@ -21,6 +21,7 @@ from jaxpaged.quantization.scheme import (
     contract,
     few_rows,
     few_rows_fit,
+    in_halves,
     sum_dtype,
 )
 from pallas_kernels.quantized_linear import PACKED, RUN
@@ -125,10 +126,10 @@ class WeightOnly:
         if not few_rows_fit(x_TI.shape, x_TI.dtype, arrays, around.activation, group):
             return None
         square_XT = None
-        if norm is not None and norm.plus_one:
-            x_TI = rms_norm(x_TI, norm).astype(x_TI.dtype)
-        elif norm is not None:
+        if norm is not None and in_halves(norm, x_TI.dtype):
             x_TI, square_XT = rows.half_normed or half_norm(x_TI, norm.scale_D)
+        elif norm is not None:
+            x_TI = rms_norm(x_TI, norm).astype(x_TI.dtype)
         if self.ordered:
             x_TI = jnp.take(x_TI, arrays[ORDER], axis=1)
         x = x_TI if square_XT is None else HalfNormed(x_TI, square_XT)
