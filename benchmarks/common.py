@@ -33,6 +33,7 @@ COMPARED = (
     "disable_custom_all_reduce",
     "pipeline_parallel_size",
     "quantization",
+    "quantize_lm_head",
     "kv_cache_dtype",
 )
 REPORTED = ("jaxpaged", "jax", "jaxlib", "flax", "numpy", "torch", "transformers")

@@ -132,6 +132,7 @@ def main() -> None:
             {
                 "model": args.model.stem,
                 "dtype": llm.info.dtype,
+                "lm_head_dtype": llm.info.lm_head_dtype,
                 "attention_backend": llm.info.attention_backend,
                 **settings,
                 **memory,

@@ -46,6 +46,7 @@ def run(args: argparse.Namespace, flags: str) -> dict[str, Any]:
         found = {
             "flags": flags,
             "dtype": llm.info.dtype,
+            "lm_head_dtype": llm.info.lm_head_dtype,
             **settings,
             **memory_figures(llm),
             "ready_seconds": llm.info.startup_seconds["total"],
@@ -71,6 +72,7 @@ def row(found: dict[str, Any]) -> dict[str, Any]:
     rate = {f"{REQUESTS} x {PROMPT}/{OUTPUT}, tok/s": REQUESTS * OUTPUT / median(seconds)}
     return {
         "engine": found["flags"] or "bfloat16",
+        "head": found["lm_head_dtype"],
         "weights, GiB": found["weights_gib"],
         "pool, tokens": found["pool_tokens"],
         **steps,

@@ -103,7 +103,7 @@ def make_core(model: Path, batch: int) -> EngineCore:
     spec = load_spec(json.loads(model.read_text()))
     plan = make_plan(config, spec, jnp.dtype(jnp.bfloat16), "gpu", serving=True)
     runner: Any = HostRunner(plan.with_pages(config, 0))
-    started = Started(runner, "none", "gpu", "bfloat16", {})
+    started = Started(runner, "none", "gpu", "bfloat16", "bfloat16", {})
     with mock.patch.object(engine_core, "start_runner", lambda *_, **__: started):
         return EngineCore(config)
 

@@ -133,6 +133,7 @@ def main() -> None:
         {
             "model": model,
             "dtype": llm.info.dtype,
+            "lm_head_dtype": llm.info.lm_head_dtype,
             "attention_backend": llm.info.attention_backend,
             **engine_settings(args),
             **memory_figures(llm),

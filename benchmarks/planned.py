@@ -34,7 +34,8 @@ PARALLEL = {
     "pp": ("pipeline_parallel_size", "-pp"),
     "dp": ("data_parallel_size", "-dp"),
 }
-STORED = ("quantization", "kv_cache_dtype")  # settings that a result file names
+# Settings that a result file names.
+STORED = ("quantization", "quantize_lm_head", "kv_cache_dtype")
 SERVING = ("output tok/s", "TTFT p50", "TPOT p50", "E2E p50")  # figures to compare
 
 
@@ -73,7 +74,9 @@ class Setting:
     @cached_property
     def layout(self) -> Layout:
         spec = load_spec(
-            json.loads((MODELS / f"{self.model}.json").read_text()), self.config.quantization
+            json.loads((MODELS / f"{self.model}.json").read_text()),
+            self.config.quantization,
+            self.config.quantize_lm_head,
         )
         return Layout.of(spec, self.config, self.tp, self.pp)
 

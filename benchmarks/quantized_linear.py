@@ -23,9 +23,10 @@ import jax.numpy as jnp
 
 from benchmarks.common import write_results
 from benchmarks.sampling import COPY_RATE
-from jaxpaged.quantization import KERNEL, ON_THE_FLY, arrange
+from jaxpaged.quantization import KERNEL, ON_THE_FLY, Around, arrange
 from jaxpaged.quantization.scheme import contract
 from pallas_kernels.quantized_linear import MAX_ROWS
+from pallas_kernels.rms_norm import Rows
 
 SHAPES = {"qkv": (3584, 4608), "o": (3584, 3584), "gate_up": (3584, 37888), "down": (18944, 3584)}
 CACHE = 100e6  # bytes that a chain's weights take at least: more than the card caches
@@ -51,7 +52,9 @@ def way(name: str, fuse: bool) -> Callable[[jax.Array, Arrays], jax.Array]:
 
 def _product(name: str, fuse: bool, x_TI: jax.Array, arrays: Arrays) -> jax.Array:
     scheme: Any = ON_THE_FLY[name].scheme
-    return scheme.product(x_TI, arrays, fuse)
+    if fuse:
+        return scheme.fused(Rows(x_TI), arrays, Around(), x_TI.dtype).x
+    return scheme.product(x_TI, arrays, x_TI.dtype)
 
 
 def chain(
@@ -64,9 +67,12 @@ def chain(
 
     def go_through(_: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x_TI, y = carry
+        columns = []
         for arrays in pool:
             x_TI, y = jax.lax.optimization_barrier((x_TI, one(x_TI, arrays)))
-        return x_TI + (0 * y[:, :1]).astype(x_TI.dtype), y  # or the loop would have nothing to do
+            columns.append(y[:, :1])
+        # The next pass needs something of all of them, or XLA would leave products out.
+        return x_TI + (0 * sum(columns)).astype(x_TI.dtype), y
 
     like = jax.eval_shape(one, x_TI, pool[0])
     first = x_TI, jnp.zeros(like.shape, like.dtype)

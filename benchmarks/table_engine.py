@@ -111,6 +111,7 @@ def main() -> None:
         platform="none",
         attention_backend="none",
         dtype="none",
+        lm_head_dtype="none",
         buckets=["any"],
         startup_seconds={"total": 0.0},
     )

@@ -203,7 +203,7 @@ def _plan(args: argparse.Namespace) -> int:
     options = PlanOptions(**collect(PlanOptions, args))
     config = EngineConfig(**collect(EngineConfig, args))
     found_config = find_config(args.model_tag, config.revision, config.download_dir)
-    spec = load_spec(found_config, config.quantization)
+    spec = load_spec(found_config, config.quantization, config.quantize_lm_head)
     found = predict(spec, config, options)
     file = Path(args.model_tag)
     bare = file.is_file() and file.suffix != SUFFIX  # serve wants more than a config.json

@@ -77,6 +77,9 @@ class EngineConfig:
             "int4_per_group_weight_only",
         ),
     )
+    quantize_lm_head: bool = setting(
+        False, "with --quantization: store the matrix that scores the vocabulary so, too"
+    )
     tensor_parallel_size: int = setting(
         1, "devices that share the model, each holding a part of it", short="-tp"
     )
@@ -228,6 +231,8 @@ class EngineConfig:
             choices = self.__dataclass_fields__["quantization"].metadata["choices"]
             known = self.quantization in choices
             require(self, "quantization", known, "one of " + ", ".join(choices))
+        with_it = self.quantization is not None or not self.quantize_lm_head
+        require(self, "quantize_lm_head", with_it, "left out unless --quantization says how")
         require(
             self,
             "kv_cache_scales",

@@ -7,7 +7,10 @@ of outputs and of rows; where that leaves multiprocessors idle, several share a 
 last to finish adds up their parts, always in the same order.
 
 Sums over a group of terms are scaled as they come out: what is multiplied is small integers or
-8-bit floats, exact in bfloat16.
+8-bit floats, exact in 16 bits.
+
+Bias, gated activation and residual are done on the way, and a norm between two products is begun by
+the first and completed by the second, as in small_batch_linear.
 """
 
 from __future__ import annotations
@@ -22,24 +25,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.product_parts import NOT_IN_KERNELS, gated, row_squares, share_sum
+from pallas_kernels.rms_norm import HalfNormed, Rows
+
+PACKED = 4  # weights of four bits in an element, the first in the lowest bits
+RUN = 64  # terms of which the first, second, third and last sixteen share elements
 MAX_ROWS = 64  # beyond, widening the kernel once for all rows costs less
 PROGRAMS = 132  # multiprocessors of an H100 or H200
 E4M3 = jnp.float8_e4m3fn
 
-# The low halves of four bytes, as 16-bit floats: put under the bits of 128 (bfloat16) or 1024
-# (float16) they make that plus the weight; that and 8 less is what they stand for. `shift` brings
-# the other half down first.
+# Weights of two elements, as 16-bit floats: put under the bits of 128 (bfloat16) or 1024 (float16)
+# they make that plus the weight; that and 8 less is what they stand for. `shift` brings down those
+# that are wanted.
 _UNPACK = """{{
-    .reg .b32 a, b, one, less;
+    .reg .b32 a, one, less;
     mov.b32 one, {one};
     mov.b32 less, {less};
-    shr.u32 b, $2, {shift};
-    prmt.b32 a, b, 0, 0x4140;
-    prmt.b32 b, b, 0, 0x4342;
+    shr.u32 a, $1, {shift};
     lop3.b32 a, a, 0x000F000F, {base}, 0xEA;
-    lop3.b32 b, b, 0x000F000F, {base}, 0xEA;
     fma.rn.{type}x2 $0, a, one, less;
-    fma.rn.{type}x2 $1, b, one, less;
 }}"""
 _CONSTANTS = {
     "bfloat16": {"type": "bf16", "base": 0x43004300, "one": 0x3F803F80, "less": 0xC308C308},
@@ -52,12 +56,12 @@ class TuningConfig:
     """How a product is laid out on the card.
 
     Attributes:
-        block_out: outputs of a program, 64, 128 or 256.
+        block_out: outputs of a program, 32, 64, 128 or 256.
         block_rows: rows of a program, a power of two from 16 to 256.
         block_in: terms of the sum that are loaded at once, a power of two from 32 to 512; groups
             that share a scale are multiples.
-        splits: programs that share the sum.
-        num_warps: warps of a program, 4 or 8.
+        splits: programs that share the sum, up to 16.
+        num_warps: warps of a program, a power of two up to 8.
         num_stages: depth of the load pipeline.
     """
 
@@ -69,16 +73,16 @@ class TuningConfig:
     num_stages: int
 
     def __post_init__(self) -> None:
-        if self.block_out not in (64, 128, 256):
-            raise ValueError(f"block_out must be 64, 128 or 256, got {self.block_out}")
+        if self.block_out not in (32, 64, 128, 256):
+            raise ValueError(f"block_out must be 32, 64, 128 or 256, got {self.block_out}")
         if self.block_rows not in (16, 32, 64, 128, 256):
             raise ValueError(f"block_rows must be a power of two to 256, got {self.block_rows}")
         if self.block_in not in (32, 64, 128, 256, 512):
             raise ValueError(f"block_in must be a power of two up to 512, got {self.block_in}")
-        if not 1 <= self.splits <= 64:
-            raise ValueError(f"splits must be from 1 to 64, got {self.splits}")
-        if self.num_warps not in (4, 8):
-            raise ValueError(f"num_warps must be 4 or 8, got {self.num_warps}")
+        if not 1 <= self.splits <= 16:
+            raise ValueError(f"splits must be from 1 to 16, got {self.splits}")
+        if self.num_warps not in (1, 2, 4, 8):
+            raise ValueError(f"num_warps must be 1, 2, 4 or 8, got {self.num_warps}")
         if not 1 <= self.num_stages <= 8:
             raise ValueError(f"num_stages must be from 1 to 8, got {self.num_stages}")
 
@@ -93,90 +97,125 @@ class TuningConfig:
 
 
 def tuning_config(*, T: int, D: int, F: int, group: int, rows_dtype: Any) -> TuningConfig:
-    """The setting for T rows of D terms and F outputs, `group` terms to a scale."""
-    block_in = min(128, group & -group)
-    splits = max(1, min(round(2 * PROGRAMS / (F // 64)), D // block_in // 2, 64))
-    # 8-bit floats on both sides are multiplied as such by 64 rows, and widened by fewer; but parts
-    # of so many rows cost more where a sum is shared out.
-    few = 64 if rows_dtype == E4M3 and splits == 1 else 16
-    rows = few if few >= T else 32 if T <= 32 else 64
-    return TuningConfig(64, rows, block_in, splits, 4, 5)
+    """The setting for T rows of D terms and F outputs, `group` terms to a scale.
+
+    All are multiplied by mma.sync: wgmma, which Triton takes from four warps on for 16-bit rows,
+    would wait for weights that are widened in registers, step by step.
+    """
+    narrow = rows_dtype == E4M3
+    rows = 16 if T <= 16 else 32 if T <= 32 else 64
+    block_in = min(128 if narrow or rows == 16 else 64, group & -group)
+    programs = (2 if narrow else 4) * PROGRAMS
+    splits = max(1, min(round(programs / (F // 64)), D // block_in // 2, 16))
+    return TuningConfig(64, rows, block_in, splits, *((4, 5) if narrow else (2, 3)))
 
 
-def is_supported(*, T: int, D: int, F: int, group: int, dtype: Any) -> bool:
-    """Whether the kernel takes such a product, in a model of this dtype, and is not the slower."""
-    half = dtype in (jnp.bfloat16, jnp.float16)
-    return half and T <= MAX_ROWS and F % 64 == 0 and D % group == 0 and group % 32 == 0
+def is_supported(*, T: int, D: int, F: int, group: int, rows_dtype: Any) -> bool:
+    """Whether the kernel takes such a product of rows in this dtype, and is not the slower.
+
+    Four bits want groups of `RUN` terms; here all do.
+    """
+    narrow = rows_dtype in (jnp.bfloat16, jnp.float16, E4M3)
+    return narrow and T <= MAX_ROWS and F % 64 == 0 and D % group == 0 and group % RUN == 0
 
 
 def quantized_linear(
-    x_TD: jax.Array,
+    x: jax.Array | HalfNormed,
     kernel_FX: jax.Array,
     scale: jax.Array,
     *,
     zero_GF: jax.Array | None = None,
     row_scale_T: jax.Array | None = None,
+    eps: float = 0.0,
+    bias_F: jax.Array | None = None,
+    activation: str | None = None,
+    residual_TF: jax.Array | None = None,
+    next_scale_F: jax.Array | None = None,
     dtype: Any = None,
     config: TuningConfig | None = None,
     interpret: bool = False,
-) -> jax.Array:
-    """x @ ((kernel - zero) * scale).T, times the scales of the rows.
+) -> Rows:
+    """x @ ((kernel - zero) * scale).T, times the scales of the rows, and what stands around that.
 
     Sums are float32 and rounded once, at the end. A row's result does not depend on other rows.
 
     Args:
-        x_TD: rows in bfloat16 or float16, or in e4m3 for a kernel of the same type.
-        kernel_FX: [F, D] in e4m3 or int8, or [F, D / 2] in uint8: two weights, each plus 8, the
-            first in the low half.
+        x: [T, D] rows in bfloat16 or float16, or such rows whose norm is to be completed; or rows
+            in e4m3 for a kernel of the same type.
+        kernel_FX: [F, D] in e4m3 or int8, or [F, D / 4] in uint16: four weights, each plus 8, of
+            the four quarters of every `RUN` terms.
         scale: float32, [F] or [G, F] for G groups of neighbouring terms.
         zero_GF: int8, subtracted from the kernel.
         row_scale_T: float32.
+        eps: of the norm of x.
+        bias_F: added to the product.
+        activation: a name from `ACTIVATIONS`, but not gelu by the error function. The outputs are
+            then gates, and after them as many ups: activation(gate) * up, [T, F / 2], comes out.
+        residual_TF: added last, as the result has columns.
+        next_scale_F: factors of the norm of the result, to begin it here.
         dtype: of the result; None: that of the rows, or bfloat16 for e4m3.
         config: layout on the card, which must divide D and F; None: `tuning_config`.
         interpret: run on any platform, slowly.
 
     Returns:
-        [T, F].
+        [T, F] or, with an activation, [T, F / 2], and the first half of its norm.
 
     Raises:
         ValueError: operands outside these bounds.
     """
+    x_TD, square_XT = x if isinstance(x, HalfNormed) else (x, None)
     (T, D), F = x_TD.shape, kernel_FX.shape[0]
-    packed = kernel_FX.dtype == jnp.uint8
+    packed = PACKED if kernel_FX.dtype == jnp.uint16 else 1
     groups = scale.shape[0] if scale.ndim == 2 else 1
     group = D // groups
+    if kernel_FX.shape[1] * packed != D or scale.shape[-1] != F:
+        raise ValueError(f"rows of {D} do not fit {kernel_FX.shape} with {scale.shape} scales")
+    if kernel_FX.dtype not in (E4M3, jnp.int8, jnp.uint16):
+        raise ValueError(f"expected a kernel in e4m3, int8 or uint16, got {kernel_FX.dtype}")
     if dtype is None:
         dtype = jnp.bfloat16 if x_TD.dtype == E4M3 else x_TD.dtype
-    if kernel_FX.shape[1] != (D // 2 if packed else D) or scale.shape[-1] != F:
-        raise ValueError(f"rows of {D} do not fit {kernel_FX.shape} with {scale.shape} scales")
-    if kernel_FX.dtype not in (E4M3, jnp.int8, jnp.uint8):
-        raise ValueError(f"expected a kernel in e4m3, int8 or uint8, got {kernel_FX.dtype}")
     config = config or tuning_config(T=T, D=D, F=F, group=group, rows_dtype=x_TD.dtype)
     if x_TD.dtype.name not in _CONSTANTS and not x_TD.dtype == kernel_FX.dtype == E4M3:
         raise ValueError(f"rows in {x_TD.dtype} do not go with a kernel in {kernel_FX.dtype}")
     if not config.fits(D, F, group):
         raise ValueError(f"rows of {D} to {F} outputs in groups of {group} do not fit {config}")
+    if activation == NOT_IN_KERNELS:
+        raise ValueError(f"{activation} has no place in a kernel")
     R, W = config.block_rows, config.block_out
     blocks, row_blocks = F // W, -(-T // R)
+    columns = F if activation is None else F // 2
     operands: dict[str, Any] = {
-        # Terms that share a byte are apart: the first of each pair, then the second.
-        "x": jnp.moveaxis(x_TD.reshape(T, D // 2, 2), -1, 0) if packed else x_TD,
+        "x": x_TD,
         "kernel": kernel_FX,
         "scale": scale.reshape(groups, F),
         "row_scale": row_scale_T,
         "zero": zero_GF,
+        "square": square_XT,
+        "bias": bias_F,
+        "residual": residual_TF,
+        "next_scale": next_scale_F,
     }
     if zero_GF is not None:
         operands["sum"] = x_TD.astype(jnp.float32).reshape(T, groups, group).sum(-1).T
-    outs = {"out": jax.ShapeDtypeStruct((T, F), dtype)}
+    outs = {"out": jax.ShapeDtypeStruct((T, columns), dtype)}
+    if next_scale_F is not None:
+        outs["next"] = outs["out"]
+        outs["next_square"] = jax.ShapeDtypeStruct((blocks, T), jnp.float32)
     if config.splits > 1:
         # One array serves all calls of a program: each leaves it as it was.
         operands["arrived"] = jnp.zeros((row_blocks * blocks,), jnp.int32)
         part = (row_blocks * blocks, config.splits, W, R)
         outs["part"] = jax.ShapeDtypeStruct(part, jnp.float32)
     names = [name for name, operand in operands.items() if operand is not None]
-    return pl.pallas_call(
-        partial(_kernel, names=(*names, *outs), config=config, on_card=not interpret),
+    results = pl.pallas_call(
+        partial(
+            _kernel,
+            names=(*names, *outs),
+            eps=eps,
+            activation=activation,
+            config=config,
+            on_card=not interpret,
+        ),
         grid=(row_blocks * blocks * config.splits,),
         out_shape=list(outs.values()),
         compiler_params=pltriton.CompilerParams(
@@ -184,39 +223,53 @@ def quantized_linear(
         ),
         interpret=interpret,
         name="quantized_linear",
-    )(*(operands[name] for name in names))[0]
+    )(*(operands[name] for name in names))
+    return Rows(results[0], None if next_scale_F is None else HalfNormed(*results[1:3]))
 
 
-def _kernel(*refs: Any, names: tuple[str, ...], config: TuningConfig, on_card: bool) -> None:
+def _kernel(
+    *refs: Any,
+    names: tuple[str, ...],
+    eps: float,
+    activation: str | None,
+    config: TuningConfig,
+    on_card: bool,
+) -> None:
     ref = dict(zip(names, refs, strict=True))
-    T, groups = ref["out"].shape[0], ref["scale"].shape[0]
-    packed = ref["kernel"].dtype == jnp.uint8
-    D = ref["kernel"].shape[1] * (2 if packed else 1)
+    (T, columns), groups = ref["out"].shape, ref["scale"].shape[0]
+    packed = ref["kernel"].dtype == jnp.uint16
+    D = ref["x"].shape[1]
     W, R, C, splits = config.block_out, config.block_rows, config.block_in, config.splits
     # Blocks of rows of the same outputs run side by side: the kernel is read from memory once.
     pid, split = lax.div(pl.program_id(0), splits), lax.rem(pl.program_id(0), splits)
     row_blocks = -(-T // R)
-    f_W = lax.div(pid, row_blocks) * W + jnp.arange(W)
+    block = lax.div(pid, row_blocks)
+    # Rows of the kernel: with an activation those of the gates, then those of the ups.
+    B = W if activation is None else W // 2
+    w_W = jnp.arange(W)
+    f_W = lax.div(w_W, B) * columns + block * B + lax.rem(w_W, B)
     t_R = lax.rem(pid, row_blocks) * R + jnp.arange(R)
     at_R = jnp.minimum(t_R, T - 1)  # rows after the last are computed, but never written
     steps = D // C
+
+    def rows(d_C: jax.Array) -> jax.Array:
+        # Not the last row over and over: all programs would ask for the same few lines at once.
+        live_RC = jnp.broadcast_to(t_R[:, None] < T, (R, d_C.size))
+        return pltriton.load(ref["x"].at[t_R[:, None], d_C[None, :]], mask=live_RC)
 
     def product(i: jax.Array) -> jax.Array:
         if not packed:
             d_C = i * C + jnp.arange(C)
             kernel_WC = ref["kernel"][f_W[:, None], d_C[None, :]]
-            x_RC = ref["x"][at_R[:, None], d_C[None, :]]
-            return _dot(kernel_WC.astype(x_RC.dtype), x_RC)
-        c_C = i * (C // 2) + jnp.arange(C // 2)
-        bytes_WC = ref["kernel"][f_W[:, None], c_C[None, :]]
-        first_WR, second_WR = (
-            _dot(
-                _unpack(bytes_WC, half, ref["x"].dtype, on_card),
-                ref["x"][jnp.full((R, 1), half), at_R[:, None], c_C[None, :]],
-            )
-            for half in (0, 1)
-        )
-        return first_WR + second_WR
+            return _dot(kernel_WC.astype(ref["x"].dtype), rows(d_C))
+        x_X, run = jnp.arange(C // PACKED), RUN // PACKED
+        words_WX = ref["kernel"][f_W[:, None], (i * (C // PACKED) + x_X)[None, :]]
+        first_X = i * C + lax.div(x_X, run) * RUN + lax.rem(x_X, run)
+        sum_WR = jnp.zeros((W, R), jnp.float32)
+        for part in range(PACKED):
+            part_WX = _unpack(words_WX, part, ref["x"].dtype, on_card)
+            sum_WR += _dot(part_WX, rows(first_X + part * run))
+        return sum_WR
 
     def step(i: jax.Array, sum_WR: jax.Array) -> jax.Array:
         new_WR = product(i)
@@ -243,27 +296,29 @@ def _kernel(*refs: Any, names: tuple[str, ...], config: TuningConfig, on_card: b
             sum_WR *= ref["scale"][0, f_W][:, None]
         if "row_scale" in ref:
             sum_WR *= ref["row_scale"][at_R][None, :]
-        live_WR = jnp.broadcast_to(t_R[None, :] < T, (W, R))
-        place = ref["out"].at[t_R[None, :], f_W[:, None]]
-        pltriton.store(place, sum_WR.astype(ref["out"].dtype), mask=live_WR)
+        if "square" in ref:
+            sum_WR *= lax.rsqrt(row_squares(ref["square"], t_R) / D + eps)[None, :]
+        if "bias" in ref:
+            sum_WR += ref["bias"][f_W].astype(jnp.float32)[:, None]
+        y_BR = sum_WR if activation is None else gated(sum_WR, 0, activation)
+        f_B = block * B + jnp.arange(B)
+        at_BR, live_BR = (t_R[None, :], f_B[:, None]), jnp.broadcast_to(t_R[None, :] < T, (B, R))
+        if "residual" in ref:
+            residual_BR = pltriton.load(ref["residual"].at[at_BR], mask=live_BR, other=0)
+            y_BR += residual_BR.astype(jnp.float32)
+        y_BR = y_BR.astype(ref["out"].dtype)
+        pltriton.store(ref["out"].at[at_BR], y_BR, mask=live_BR)
+        if "next_scale" in ref:
+            # The only rounding, as in the norm: the root is divided by at the end.
+            scaled_BR = y_BR * ref["next_scale"][f_B][:, None]
+            pltriton.store(ref["next"].at[at_BR], scaled_BR, mask=live_BR)
+            square_R = jnp.square(y_BR.astype(jnp.float32)).sum(axis=0)
+            pltriton.store(ref["next_square"].at[block, t_R], square_R, mask=t_R < T)
 
     if splits == 1:
         finish(sum_WR)
-        return
-    ref["part"][pid, split] = sum_WR
-    if on_card:
-        pltriton.debug_barrier()  # all warps' parts are written before one says so
-    arrived = pltriton.atomic_add(ref["arrived"], (pid,), jnp.int32(1))
-
-    @pl.when(arrived == splits - 1)
-    def _() -> None:
-        def add(other: jax.Array, sum_WR: jax.Array) -> jax.Array:
-            # Another program's part: past the multiprocessor's own cache.
-            place = ref["part"].at[pid, other, jnp.arange(W)[:, None], jnp.arange(R)[None, :]]
-            return sum_WR + pltriton.load(place, volatile=True)
-
-        finish(lax.fori_loop(0, splits, add, jnp.zeros((W, R), jnp.float32)))
-        ref["arrived"][pid] = jnp.int32(0)
+    else:
+        share_sum(sum_WR, ref, pid, split, splits, finish, on_card)
 
 
 def _dot(kernel_WC: jax.Array, x_RC: jax.Array) -> jax.Array:
@@ -272,15 +327,15 @@ def _dot(kernel_WC: jax.Array, x_RC: jax.Array) -> jax.Array:
     )
 
 
-def _unpack(bytes_WC: jax.Array, half: int, dtype: Any, on_card: bool) -> jax.Array:
-    """The low or the high halves, less 8."""
+def _unpack(words_WX: jax.Array, part: int, dtype: Any, on_card: bool) -> jax.Array:
+    """One of each element's weights, less 8."""
     if not on_card:
-        return ((bytes_WC >> 4 * half & 15).astype(jnp.int32) - 8).astype(dtype)
-    (wide_WC,) = pltriton.elementwise_inline_asm(
-        _UNPACK.format(shift=4 * half, **_CONSTANTS[jnp.dtype(dtype).name]),
-        args=[bytes_WC],
-        constraints="=r,=r,r",
-        pack=4,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(bytes_WC.shape, dtype)],
+        return ((words_WX.astype(jnp.int32) >> 4 * part & 15) - 8).astype(dtype)
+    (wide_WX,) = pltriton.elementwise_inline_asm(
+        _UNPACK.format(shift=4 * part, **_CONSTANTS[jnp.dtype(dtype).name]),
+        args=[words_WX],
+        constraints="=r,r",
+        pack=2,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(words_WX.shape, dtype)],
     )
-    return wide_WC
+    return wide_WX

@@ -11,7 +11,6 @@ them by the norm's factors and sums their squares, the other divides by the root
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,18 +21,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.product_parts import NOT_IN_KERNELS, gated, row_squares, share_sum
 from pallas_kernels.rms_norm import HalfNormed, Rows
 
 MAX_ROWS = 64
 MAX_ELEMENTS = 8 << 20  # of a kernel; XLA streams larger ones as fast, and fuses as much
 PROGRAMS = 132  # multiprocessors of an H100 or H200
-
-ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": partial(jax.nn.gelu, approximate=False),
-    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
-}
-NOT_IN_KERNELS = "gelu"  # the dialect has no erf
 
 
 @dataclass(frozen=True)
@@ -167,7 +160,7 @@ def small_batch_linear(
             eps=eps,
             activation=activation,
             config=config,
-            barrier=not interpret,
+            on_card=not interpret,
         ),
         grid=(blocks * config.splits,),
         out_shape=list(outs.values()),
@@ -187,7 +180,7 @@ def _kernel(
     eps: float,
     activation: str | None,
     config: TuningConfig,
-    barrier: bool,
+    on_card: bool,
 ) -> None:
     ref = dict(zip(names, refs, strict=True))
     (T, F), D = ref["out"].shape, ref["x"].shape[1]
@@ -211,10 +204,10 @@ def _kernel(
 
     def finish(sum_RW: jax.Array) -> None:
         if "square" in ref:
-            sum_RW *= lax.rsqrt(_row_squares(ref["square"], R) / D + eps)[:, None]
+            sum_RW *= lax.rsqrt(row_squares(ref["square"], jnp.arange(R)) / D + eps)[:, None]
         if "bias" in ref:
             sum_RW += ref["bias"][column_W].astype(jnp.float32)[None, :]
-        y_RB = sum_RW if activation is None else _gate(sum_RW, activation)
+        y_RB = sum_RW if activation is None else gated(sum_RW, 1, activation)
         at_RB = (t_R1, f_B[None, :])
         live_RB = jnp.broadcast_to(t_R1 < T, (R, B))
         if "residual" in ref:
@@ -231,37 +224,5 @@ def _kernel(
 
     if splits == 1:
         finish(sum_RW)
-        return
-    ref["part"][block, split] = sum_RW
-    if barrier:
-        pltriton.debug_barrier()  # all warps' parts are written before one says so
-    arrived = pltriton.atomic_add(ref["arrived"], (block,), jnp.int32(1))
-
-    @pl.when(arrived == splits - 1)
-    def _() -> None:
-        finish(sum((_read_part(ref["part"], block, s, R, w_W) for s in range(splits)), zero_RW))
-        ref["arrived"][block] = jnp.int32(0)
-
-
-def _row_squares(square_ref: Any, R: int) -> jax.Array:
-    """Sums of squares of R rows, 0 for those that are not there."""
-    X, T = square_ref.shape
-    x_X1, t_1R = jnp.arange(pl.next_power_of_2(X))[:, None], jnp.arange(R)[None, :]
-    live_XR = (x_X1 < X) & (t_1R < T)
-    return pltriton.load(square_ref.at[x_X1, t_1R], mask=live_XR, other=0).sum(axis=0)
-
-
-def _read_part(part_ref: Any, block: jax.Array, split: int, R: int, w_W: jax.Array) -> jax.Array:
-    """Another program's part: past the multiprocessor's own cache."""
-    place = part_ref.at[block, split, jnp.arange(R)[:, None], w_W[None, :]]
-    return pltriton.load(place, volatile=True)
-
-
-def _gate(sum_RW: jax.Array, activation: str) -> jax.Array:
-    """activation(gate) * up of [gates, ups]."""
-    R, W = sum_RW.shape
-    y_R2B = sum_RW.reshape(R, 2, W // 2)
-    is_up = lax.broadcasted_iota(jnp.int32, y_R2B.shape, 1) == 1
-    gate_RB = jnp.where(is_up, 0.0, y_R2B).sum(axis=1)
-    up_RB = jnp.where(is_up, y_R2B, 0.0).sum(axis=1)
-    return ACTIVATIONS[activation](gate_RB) * up_RB
+    else:
+        share_sum(sum_RW, ref, block, split, splits, finish, on_card)

@@ -31,7 +31,8 @@ def known_flags() -> frozenset[str]:
 def known_metrics() -> frozenset[str]:
     info = EngineInfo(
         max_model_len=64, vocab_size=8, num_pages=8, page_size=16, max_logprobs=5, platform="cpu",
-        attention_backend="xla", dtype="float32", buckets=[], startup_seconds={},
+        attention_backend="xla", dtype="float32", lm_head_dtype="float32",
+        buckets=[], startup_seconds={},
     )  # fmt: skip
     registry = MetricsRegistry("m", "jaxpaged")
     Metrics(registry, info)

@@ -16,8 +16,8 @@ from benchmarks.quality import TEXT, settings_of, stretches
 from benchmarks.self_agreement import ForcedEngine, agreement, passes
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.llm import LLM
-from jaxpaged.model_files import resolve_model
 from jaxpaged.engine.tokenizer import Tokenizer
+from jaxpaged.model_files import resolve_model
 from jaxpaged.outputs import RequestOutput
 from jaxpaged.runtime.checkpoint import convert
 from jaxpaged.sampling_params import SamplingParams

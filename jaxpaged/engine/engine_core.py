@@ -97,15 +97,17 @@ class EngineCore:
             platform=started.platform,
             attention_backend=started.backend,
             dtype=started.dtype,
+            lm_head_dtype=started.lm_head_dtype,
             buckets=[str(bucket) for bucket in plan.buckets.forward],
             embedding_size=plan.width,
             startup_seconds=seconds,
         )
         log.info(
-            "ready: %d pages of %d tokens, max_model_len %d, %d buckets, %s on %s, attention: %s; "
-            "seconds: %s",
+            "ready: %d pages of %d tokens, max_model_len %d, %d buckets, %s (head %s) on %s, "
+            "attention: %s; seconds: %s",
             self.info.num_pages, self.info.page_size, self.info.max_model_len,
-            len(self.info.buckets), self.info.dtype, self.info.platform,
+            len(self.info.buckets), self.info.dtype, self.info.lm_head_dtype,
+            self.info.platform,
             self.info.attention_backend,
             ", ".join(f"{name} {value:.1f}" for name, value in seconds.items()),
         )  # fmt: skip

@@ -147,6 +147,7 @@ class EngineInfo(msgspec.Struct, tag=True, kw_only=True):
     platform: str  # cpu, gpu
     attention_backend: str
     dtype: str
+    lm_head_dtype: str
     buckets: list[str]  # readable, for the start-up line
     embedding_size: int = 0  # numbers of an embedding
     startup_seconds: dict[str, float]  # import, weights, trace, compile, warmup, total

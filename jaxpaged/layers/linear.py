@@ -14,14 +14,11 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxpaged.parallel.sharding import num_parts, split_product
-from jaxpaged.quantization import ArraySpec, Scheme, divides
+from jaxpaged.quantization import Around, ArraySpec, Scheme, divides
 from pallas_kernels.peer_sum import Peers, is_supported, peer_sum
+from pallas_kernels.product_parts import ACTIVATIONS
 from pallas_kernels.rms_norm import Norm, Rows, half_norm, rms_norm
-from pallas_kernels.small_batch_linear import (
-    ACTIVATIONS,
-    is_faster,
-    small_batch_linear,
-)
+from pallas_kernels.small_batch_linear import is_faster, small_batch_linear
 
 Leaf = tuple[tuple[int, ...], tuple[str | None, ...], Any, Any]  # shape, axes, initializer, dtype
 
@@ -43,6 +40,7 @@ class Linear(nn.Module):
         fuse: few rows may take a kernel that does all of this at once, where that is faster.
         scheme: how the kernel is stored instead, in arrays [*outputs, inputs merged].
         mesh: the devices that share the kernel; None: one has all of it.
+        result_dtype: of the result of a stored scheme; None: `dtype`.
     """
 
     inputs: tuple[int, ...]
@@ -54,6 +52,7 @@ class Linear(nn.Module):
     fuse: bool = False
     scheme: Scheme | None = None
     mesh: Mesh | None = None
+    result_dtype: Any = None
 
     @nn.compact
     def __call__(
@@ -86,6 +85,7 @@ class Linear(nn.Module):
             num_inputs=len(self.inputs),
             scheme=self.scheme,
             dtype=self.dtype,
+            result_dtype=self.result_dtype or self.dtype,
             fuse=self.fuse and dealt,
             norm=norm,
             activation=activation,
@@ -128,6 +128,7 @@ def _product(
     num_inputs: int,
     scheme: Scheme | None,
     dtype: Any,
+    result_dtype: Any,
     fuse: bool,
     norm: Norm | None,
     activation: str | None,
@@ -144,37 +145,38 @@ def _product(
         axis: of the mesh, whose devices have some of the terms each; None: all of them are here.
     """
     x_TI, bias = rows.x.reshape(rows.x.shape[0], -1), weights.get("bias")
-    if scheme is not None:
-        y = scheme.product(_normed(x_TI, norm, dtype), weights, fuse, axis)
-    else:
+    # What follows a sum over devices waits until it is complete.
+    around = Around(norm, bias, activation, residual, next_norm) if axis is None else Around(norm)
+    if scheme is None:
         # One axis to sum over: given several, XLA may transpose the whole kernel at every step.
         kernel = weights["kernel"]
-        outputs = kernel.shape[num_inputs:]
-        kernel = kernel.reshape(-1, *outputs)
-        gated = activation is not None
-        merged = kernel if gated else kernel.reshape(x_TI.shape[1], -1)
-        if fuse and is_faster(x_TI, merged, activation) and not _plus_one(norm, next_norm):
-            half = norm and (rows.half_normed or half_norm(x_TI, norm.scale_D))
-            whole = axis is None  # what is added to a sum waits until it is complete
-            y, half_normed = small_batch_linear(
-                half or x_TI,
-                merged,
-                eps=norm.eps if norm else 0.0,
-                bias=bias if whole else None,
-                activation=activation,
-                residual_TF=residual if whole else None,
-                next_scale_F=next_norm.scale_D if next_norm and whole else None,
-            )
-            y = y if gated else y.reshape(-1, *outputs)
-            if whole:
-                return Rows(y, half_normed)
-        else:
-            y = lax.dot_general(
-                _normed(x_TI, norm, dtype),
-                kernel,
-                (((1,), (0,)), ((), ())),
-                precision=matmul_precision(dtype),
-            )
+        kernel = kernel.reshape(x_TI.shape[1], *kernel.shape[num_inputs:])
+    found = None
+    if fuse:
+        here = Rows(x_TI, rows.half_normed)
+        found = (
+            _fused(here, kernel, around)
+            if scheme is None
+            else scheme.fused(here, weights, around, result_dtype)
+        )
+    if found is not None and axis is None:
+        return found
+    if found is not None:
+        y = found.x
+    elif scheme is not None:
+        y = scheme.product(_normed(x_TI, norm, dtype), weights, result_dtype)
+    else:
+        # What a norm has begun is divided by its roots as the product comes out.
+        half = None if norm is None else rows.half_normed
+        y = lax.dot_general(
+            _normed(x_TI, norm, dtype) if half is None else half.scaled_TD,
+            kernel,
+            (((1,), (0,)), ((), ())),
+            precision=matmul_precision(dtype),
+        )
+        if half is not None and norm is not None:
+            root_T = lax.rsqrt(half.square_XT.sum(axis=0) / x_TI.shape[1] + norm.eps)
+            y = y.astype(jnp.float32) * root_T.reshape(-1, *(1,) * (y.ndim - 1))
     if axis is not None:
         if peers is not None and is_supported(y, peers.addresses_N2.shape[0]):
             scale_D = next_norm.scale_D if next_norm and not next_norm.plus_one else None
@@ -191,12 +193,37 @@ def _product(
         y += bias
     if activation is not None:
         y = y.astype(jnp.float32)
-        y = (ACTIVATIONS[activation](y[:, 0]) * y[:, 1]).astype(dtype)
+        y = ACTIVATIONS[activation](y[:, 0]) * y[:, 1]
+    y = y.astype(result_dtype)
     return Rows(y if residual is None else residual + y)
 
 
 def _normed(x_TI: jax.Array, norm: Norm | None, dtype: Any) -> jax.Array:
     return x_TI if norm is None else rms_norm(x_TI, norm).astype(dtype)
+
+
+def _fused(rows: Rows, kernel: jax.Array, around: Around) -> Rows | None:
+    """A product of few rows with all around it by one kernel; None: the plain way is the faster.
+
+    Args:
+        kernel: [I, *outputs].
+    """
+    norm, bias, activation, residual, next_norm = around
+    gated = activation is not None
+    merged = kernel if gated else kernel.reshape(kernel.shape[0], -1)
+    if _plus_one(norm, next_norm) or not is_faster(rows.x, merged, activation):
+        return None
+    half = norm and (rows.half_normed or half_norm(rows.x, norm.scale_D))
+    y, half_normed = small_batch_linear(
+        half or rows.x,
+        merged,
+        eps=norm.eps if norm else 0.0,
+        bias=bias,
+        activation=activation,
+        residual_TF=residual,
+        next_scale_F=next_norm.scale_D if next_norm else None,
+    )
+    return Rows(y if gated else y.reshape(-1, *kernel.shape[1:]), half_normed)
 
 
 def _plus_one(*norms: Norm | None) -> bool:

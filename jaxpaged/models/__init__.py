@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import ModuleType
 
 from jaxpaged.models import gemma3, llama, mistral, qwen2, qwen3
-from jaxpaged.models.checkpoint_rules import Rule
+from jaxpaged.models.checkpoint_rules import HEAD_KERNEL, Rule
 from jaxpaged.models.hf_config import Config
 from jaxpaged.models.spec import LayerQuantization, ModelSpec, UnsupportedModelError
 from jaxpaged.quantization import (
@@ -26,11 +26,14 @@ FAMILIES: dict[str, ModuleType] = {
 }
 
 
-def load_spec(config: Config, quantization: str | None = None) -> ModelSpec:
+def load_spec(
+    config: Config, quantization: str | None = None, quantize_lm_head: bool = False
+) -> ModelSpec:
     """What config.json describes.
 
     Args:
         quantization: of the layers' products, a name from `quantization.ON_THE_FLY`.
+        quantize_lm_head: of the head, too; a table that is both keeps its rows for looking up.
 
     Raises:
         UnsupportedModelError: no family runs this architecture, or not with these settings; the
@@ -50,7 +53,10 @@ def load_spec(config: Config, quantization: str | None = None) -> ModelSpec:
         )
     if stored:
         return _stored_quantization(spec, stored)
-    return spec if quantization is None else spec.quantized_like(ON_THE_FLY[quantization])
+    if quantization is None:
+        return spec
+    how = ON_THE_FLY[quantization]
+    return replace(spec.quantized_like(how), head=how if quantize_lm_head else None)
 
 
 def _stored_quantization(spec: ModelSpec, settings: Config) -> ModelSpec:
@@ -64,7 +70,11 @@ def _stored_quantization(spec: ModelSpec, settings: Config) -> ModelSpec:
         read = checkpoint_reader(settings)
     except UnsupportedQuantizationError as error:
         raise UnsupportedModelError(str(error)) from error
-    kernels = [rule for rule in checkpoint_rules(spec) if rule.merge is not None]
+    kernels = [
+        rule
+        for rule in checkpoint_rules(spec)
+        if rule.merge is not None and rule.leaf != HEAD_KERNEL
+    ]
     layers = []
     for index, layer in enumerate(spec.layers):
         products = {}
@@ -78,9 +88,16 @@ def _stored_quantization(spec: ModelSpec, settings: Config) -> ModelSpec:
                 )
             products[rule.leaf.split("/")[-2]] = found[0]
         layers.append(replace(layer, quantization=LayerQuantization(**products)))
-    return replace(spec, layers=tuple(layers))
+    head = None if spec.tie_embeddings else read("lm_head")
+    return replace(spec, layers=tuple(layers), head=head)
 
 
 def checkpoint_rules(spec: ModelSpec) -> tuple[Rule, ...]:
     """How the checkpoint's tensors become parameters, for each leaf that the family may have."""
-    return FAMILIES[spec.architecture].CHECKPOINT_RULES
+    rules: tuple[Rule, ...] = FAMILIES[spec.architecture].CHECKPOINT_RULES
+    if not spec.tie_embeddings:
+        return rules
+    return tuple(
+        replace(rule, tensors=("model.embed_tokens.weight",)) if rule.leaf == HEAD_KERNEL else rule
+        for rule in rules
+    )

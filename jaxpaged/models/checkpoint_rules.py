@@ -92,12 +92,14 @@ def _linear(
 
 
 _LAYER = "model.layers.{layer}"
+HEAD_KERNEL = "lm_head/kernel"  # of a head that is no table, since it is quantized
 
 # Leaves and tensors that Llama and its descendants share. A rule whose leaf a model lacks (a bias,
 # a head where it is tied) does not apply.
 STANDARD = (
     Rule("embed/table", ("model.embed_tokens.weight",), as_is),
     Rule("lm_head/table", ("lm_head.weight",), as_is),
+    Rule(HEAD_KERNEL, ("lm_head.weight",), _inputs_first(as_is), merge=as_is),
     Rule("final_norm/scale", ("model.norm.weight",), as_is),
     _norm("attention_norm", "input_layernorm"),
     _norm("attention/q_norm", "self_attn.q_norm"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from jaxpaged.layers.rope import RopeSpec
-from jaxpaged.quantization import FullPrecision, Quantized
+from jaxpaged.quantization import FullPrecision, Quantized, Scheme
 
 PRODUCTS = ("qkv", "o", "gate_up", "down")  # of a layer
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")  # as Hugging Face names them
@@ -73,6 +73,7 @@ class ModelSpec:
     embed_scale: float | None = None  # embeddings are multiplied by this, rounded to their dtype
     final_softcap: float | None = None  # logits become cap * tanh(logit / cap)
     tie_embeddings: bool = False  # the embedding table is the head as well
+    head: Quantized | None = None  # how a matrix of the head's own is stored; None: as tables are
 
     # What `spread.spread_spec` adds where devices share the model; a checkpoint has none of it.
     kv_copies: int = 1  # of each KV head, side by side; each serves a part of its queries
@@ -93,15 +94,18 @@ class ModelSpec:
     def quantized(self, leaf: str) -> Quantized | None:
         """How the product is stored that `leaf` (a path in the parameter tree) is of."""
         layer, _, rest = leaf.partition("/")
+        if layer == "lm_head":
+            return self.head
         product = rest.split("/")[-2] if "/" in rest else ""
         if not layer.startswith("layers_") or product not in PRODUCTS:
             return None
         return getattr(self.layers[int(layer.removeprefix("layers_"))].quantization, product)
 
     @property
-    def is_quantized(self) -> bool:
-        """Whether any product is."""
-        return any(layer.quantization != LayerQuantization() for layer in self.layers)
+    def schemes(self) -> frozenset[Scheme]:
+        """How its products are stored, where they are quantized."""
+        hows = [getattr(layer.quantization, name) for layer in self.layers for name in PRODUCTS]
+        return frozenset(how.scheme for how in (*hows, self.head) if how is not None)
 
     @property
     def rounds_activations(self) -> bool:

@@ -44,8 +44,10 @@ def spread_spec(spec: ModelSpec, num_devices: int) -> ModelSpec:
 
 def spread_leaf(spec: ModelSpec, name: str, leaf: jax.Array) -> jax.Array:
     """A leaf of the stored model as `spec` has it."""
-    if name.endswith("/table") and spec.vocab_padding:
-        return jnp.pad(leaf, ((0, spec.vocab_padding), (0, 0)))
+    if name.startswith(("embed/", "lm_head/")) and spec.vocab_padding:
+        # The vocabulary is the first axis of what is multiplied with, and the last of its scales.
+        at = 0 if name.endswith(("/table", "/kernel_q")) else leaf.ndim - 1
+        return jnp.pad(leaf, [(0, spec.vocab_padding * (axis == at)) for axis in range(leaf.ndim)])
     if "/attention/qkv/" in name and spec.kv_copies > 1:
         # [K, G + 2, H], of a quantized kernel before its terms, else after them, if it has any:
         # the queries are dealt out, key and value copied.

@@ -143,7 +143,7 @@ def _weights(spec: ModelSpec, dtype: jnp.dtype, tp: int) -> Weights:
     return Weights(
         layer=sizes["layers_0"],
         embed=sizes["embed"],
-        head=sizes["embed"] if spec.tie_embeddings else sizes["lm_head"],
+        head=sizes["lm_head"] or sizes["embed"],
         final_norm=sizes["final_norm"],
-        tied=spec.tie_embeddings,
+        tied=not sizes["lm_head"],
     )

@@ -14,6 +14,7 @@ ENGINE_SETTINGS = (
     "download_dir",
     "dtype",
     "quantization",
+    "quantize_lm_head",
     "max_model_len",
     "gpu_memory_utilization",
     "num_gpu_blocks_override",

@@ -31,6 +31,7 @@ def flags(model: str, config: EngineConfig, options: PlanOptions, found: Predict
         ("--block-size", config.block_size, 16),
     ):
         command += [name, str(value)] if value != default else []
+    command += ["--quantize-lm-head"] if config.quantize_lm_head else []
     return command
 
 

@@ -9,6 +9,7 @@ from jaxpaged.quantization.fp8 import Fp8
 from jaxpaged.quantization.scheme import (
     KERNEL,
     ORDER,
+    Around,
     Arrays,
     ArraySpec,
     FullPrecision,
@@ -25,6 +26,7 @@ __all__ = [
     "KERNEL",
     "ON_THE_FLY",
     "ORDER",
+    "Around",
     "ArraySpec",
     "Arrays",
     "FullPrecision",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxpaged.quantization.formats import Settings, contains, require, unpack_words
+from jaxpaged.quantization.formats import HEAD, Settings, contains, require, unpack_words
 from jaxpaged.quantization.scheme import KERNEL, Arrays, Quantized, Scheme, Source
 from jaxpaged.quantization.weight_only import WeightOnly, pack_int4
 
@@ -55,5 +55,5 @@ def reader(settings: Settings) -> Callable[[str], Quantized | None]:
     if group <= 0:
         require("awq", "group_size", group, ("a positive number",))
     found = Quantized(WeightOnly("int4", group, has_zero), Awq(has_zero))
-    plain = settings.get("modules_to_not_convert") or []
+    plain = [HEAD, *(settings.get("modules_to_not_convert") or [])]
     return lambda name: None if contains(name, plain) else found

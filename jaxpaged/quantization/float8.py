@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged.quantization.formats import (
+    HEAD,
     Settings,
     contains,
     expand_scales,
@@ -77,12 +78,12 @@ def reader(settings: Settings) -> Callable[[str], Quantized | None]:
         require("fp8", "weight_block_size", block, ([128, 128], [64, 64], [32, 32]))
         found = blocks(block[0])
     plain = (settings.get("modules_to_not_convert") or []) + (settings.get("ignored_layers") or [])
-    return lambda name: None if contains(name, plain) else found
+    return lambda name: None if contains(name, [HEAD, *plain]) else found
 
 
 def modelopt_reader(settings: Settings) -> Callable[[str], Quantized | None]:
     """quant_method "modelopt"."""
     require("modelopt", "quant_algo", settings.get("quant_algo"), ("FP8",))
-    plain = (settings.get("ignore") or []) + (settings.get("exclude_modules") or [])
+    plain = [HEAD, *(settings.get("ignore") or []), *(settings.get("exclude_modules") or [])]
     found = Quantized(Fp8(), Whole())
     return lambda name: None if matches(name, plain) or contains(name, plain) else found

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxpaged.quantization.scheme import UnsupportedQuantizationError
 
 Settings = Mapping[str, Any]  # quantization_config of config.json
+HEAD = "lm_head"  # stays as it is in most formats, whether they say so or not
 
 
 def contains(name: str, keys: Iterable[str]) -> bool:

@@ -7,14 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxpaged.quantization.scheme import KERNEL, Arrays, ArraySpec, contract, few_rows, sum_dtype
-
-E4M3 = jnp.float8_e4m3fn
-LARGEST = 448.0  # of e4m3
+from jaxpaged.quantization.scheme import (
+    KERNEL,
+    Around,
+    Arrays,
+    ArraySpec,
+    contract,
+    few_rows,
+    few_rows_fit,
+    sum_dtype,
+)
+from pallas_kernels.rms_norm import Rows
+from pallas_kernels.round_rows import E4M3, MAX_WIDTH, round_rows, row_scale, to_e4m3
 
 
 @dataclass(frozen=True)
@@ -29,14 +38,19 @@ class Fp8:
     per_tensor: bool = False
 
     @property
-    def packed(self) -> int:
-        """A weight is a number."""
-        return 1
+    def storage(self) -> str:
+        """Of every weight."""
+        return jnp.dtype(E4M3).name
 
     @property
     def rounds_rows(self) -> bool:
-        """To e4m3."""
+        """By a scale each."""
         return True
+
+    @property
+    def packed(self) -> int:
+        """A weight is a number."""
+        return 1
 
     def arrays(self, size: int) -> Mapping[str, ArraySpec]:
         """[*outputs, I] and [*outputs]."""
@@ -45,28 +59,29 @@ class Fp8:
     def quantize(self, weight: jax.Array) -> Arrays:
         """Round to nearest; the largest becomes 448."""
         axes = tuple(range(weight.ndim)) if self.per_tensor else -1
-        scale = _scale(jnp.max(jnp.abs(weight), axes, keepdims=True))
+        scale = row_scale(jnp.max(jnp.abs(weight), axes, keepdims=True))
         return {
-            KERNEL: _round(weight / scale),
+            KERNEL: to_e4m3(weight / scale),
             "kernel_scale": jnp.broadcast_to(scale, (*weight.shape[:-1], 1))[..., 0],
         }
 
-    def product(
-        self,
-        x_TI: jax.Array,
-        arrays: Mapping[str, jax.Array],
-        fuse: bool,
-        axis: str | None = None,
-    ) -> jax.Array:
+    def product(self, x_TI: jax.Array, arrays: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
         """Products of 8-bit floats, scaled after they are summed."""
-        kernel, scale = arrays[KERNEL], arrays["kernel_scale"]
-        q_TI, scale_T = quantize_rows(x_TI, axis)
-        if fuse:
-            y = few_rows(q_TI, kernel, scale, row_scale_T=scale_T, dtype=x_TI.dtype)
-            if y is not None:
-                return y
-        y = contract(q_TI, kernel, dtype=sum_dtype(x_TI.dtype)).astype(jnp.float32)
-        return (y * scale_T.reshape(-1, *(1,) * scale.ndim) * scale).astype(x_TI.dtype)
+        q_TI, scale_T = quantize_rows(x_TI)
+        scale = arrays["kernel_scale"]
+        y = contract(q_TI, arrays[KERNEL], dtype=sum_dtype(dtype)).astype(jnp.float32)
+        return (y * scale_T.reshape(-1, *(1,) * scale.ndim) * scale).astype(dtype)
+
+    def fused(
+        self, rows: Rows, arrays: Mapping[str, jax.Array], around: Around, dtype: Any
+    ) -> Rows | None:
+        """Rows are normalised and rounded by one kernel, multiplied by another."""
+        around, norm = around._replace(norm=None, next_norm=None), around.norm
+        shape = rows.x.shape
+        if shape[1] > MAX_WIDTH or not few_rows_fit(shape, E4M3, arrays, around.activation):
+            return None
+        q_TI, scale_T = round_rows(rows.x, norm)
+        return few_rows(q_TI, arrays, around, scale_T, dtype=dtype)
 
 
 def quantize_rows(x_TI: jax.Array, axis: str | None = None) -> tuple[jax.Array, jax.Array]:
@@ -76,20 +91,5 @@ def quantize_rows(x_TI: jax.Array, axis: str | None = None) -> tuple[jax.Array, 
         axis: of a mesh, whose devices have some of the columns each: a row has one scale.
     """
     x_TI = x_TI.astype(jnp.float32)
-    largest_T = jnp.max(jnp.abs(x_TI), -1)
-    if axis is not None:
-        largest_T = jax.lax.pmax(largest_T, axis)
-    scale_T = _scale(largest_T)
-    return _round(x_TI / scale_T[:, None]), scale_T
-
-
-def _scale(largest: jax.Array) -> jax.Array:
-    """What values are divided by; zeros stay zeros. A product, since compilers take the freedom to
-    make one of a quotient by a constant, or not, and a row must not depend on that.
-    """
-    return jnp.where(largest > 0, largest * (1 / LARGEST), 1.0)
-
-
-def _round(x: jax.Array) -> jax.Array:
-    """A quotient may come out a bit above the largest, which is no number in e4m3."""
-    return jnp.clip(x, -LARGEST, LARGEST).astype(E4M3)
+    scale_T = row_scale(jnp.max(jnp.abs(x_TI), -1))
+    return to_e4m3(x_TI / scale_T[:, None]), scale_T

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged.quantization.formats import Settings, require, unpack_words
+from jaxpaged.quantization.formats import HEAD, Settings, require, unpack_words
 from jaxpaged.quantization.scheme import (
     KERNEL,
     ORDER,
@@ -99,6 +99,8 @@ def reader(settings: Settings) -> Callable[[str], Quantized | None]:
     _quantized(settings)
 
     def read(name: str) -> Quantized | None:
+        if name == HEAD:
+            return _quantized(settings) if settings.get("lm_head") else None
         if blocks and not name.endswith(tuple(blocks)):
             return None
         for pattern, changes in dynamic.items():

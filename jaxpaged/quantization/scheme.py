@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.product_parts import NOT_IN_KERNELS
 from pallas_kernels.quantized_linear import is_supported, quantized_linear
+from pallas_kernels.rms_norm import HalfNormed, Norm, Rows
 
 Arrays = dict[str, jax.Array]
 
@@ -23,6 +25,24 @@ ORDER = "kernel_order"  # [terms]: which of the inputs each of the terms multipl
 
 class UnsupportedQuantizationError(ValueError):
     """Quantized weights that nothing here reads; the message says what was found."""
+
+
+class Around(NamedTuple):
+    """What stands around a product; see `layers.linear.Linear`.
+
+    Attributes:
+        norm: of the rows.
+        bias: [*outputs].
+        activation: the outputs are then (2, F), and [T, F] comes out.
+        residual: [T, *outputs].
+        next_norm: of the result, which may begin here.
+    """
+
+    norm: Norm | None = None
+    bias: jax.Array | None = None
+    activation: str | None = None
+    residual: jax.Array | None = None
+    next_norm: Norm | None = None
 
 
 @dataclass(frozen=True)
@@ -72,12 +92,16 @@ class Scheme(Protocol):
     """How weights are stored and multiplied with. Frozen and hashable: part of a model's spec."""
 
     @property
-    def packed(self) -> int:
-        """Weights in one element of the kernel."""
+    def storage(self) -> str:
+        """The number type of a weight: float8_e4m3fn, int8 or int4."""
 
     @property
     def rounds_rows(self) -> bool:
-        """Whether the product rounds what the weights are multiplied with."""
+        """Whether rows are multiplied in 8-bit floats, too, instead of weights widened."""
+
+    @property
+    def packed(self) -> int:
+        """Weights in one element of the kernel."""
 
     def arrays(self, size: int) -> Mapping[str, ArraySpec]:
         """What is stored of a kernel that sums over `size` terms, by name."""
@@ -88,21 +112,22 @@ class Scheme(Protocol):
         All the rows count as one tensor where a scheme has one scale a tensor.
         """
 
-    def product(
-        self,
-        x_TI: jax.Array,
-        arrays: Mapping[str, jax.Array],
-        fuse: bool,
-        axis: str | None = None,
-    ) -> jax.Array:
-        """Rows times the kernel: [T, *outputs], in the dtype of `x_TI`.
+    def product(self, x_TI: jax.Array, arrays: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
+        """Rows times the kernel: [T, *outputs].
 
         Args:
             x_TI: rows.
             arrays: as `arrays` says, with the outputs' axes.
-            fuse: whether GPU kernels may do it.
-            axis: of a mesh, whose devices have some of the terms each, and get a part of the sum;
-                None: all are here.
+            dtype: of the result: that of the rows, or float32.
+        """
+
+    def fused(
+        self, rows: Rows, arrays: Mapping[str, jax.Array], around: Around, dtype: Any
+    ) -> Rows | None:
+        """The same with what stands around it by GPU kernels; None: the plain way is the faster.
+
+        Args:
+            rows: [T, I], half normed by `around.norm` or not at all.
         """
 
 
@@ -163,31 +188,60 @@ def sum_dtype(dtype: Any) -> Any:
     return jnp.float32 if dtype == jnp.float16 else dtype
 
 
+def few_rows_fit(
+    shape: tuple[int, ...],
+    dtype: Any,
+    arrays: Mapping[str, jax.Array],
+    activation: str | None,
+    group: int | None = None,
+) -> bool:
+    """Whether `few_rows` takes rows of this shape and dtype, and is the faster.
+
+    Args:
+        group: terms that share a scale; None: all.
+    """
+    T, size = shape
+    F = math.prod(arrays[KERNEL].shape[:-1])
+    fits = is_supported(T=T, D=size, F=F, group=group or size, rows_dtype=dtype)
+    return fits and activation != NOT_IN_KERNELS
+
+
+def in_halves(norm: Norm, dtype: Any) -> bool:
+    """Whether products begin and complete a norm: undivided rows could overflow float16."""
+    return dtype == jnp.bfloat16 and not norm.plus_one
+
+
 def few_rows(
-    x_TI: jax.Array,
-    kernel: jax.Array,
-    scale: jax.Array,
-    zero: jax.Array | None = None,
+    x: jax.Array | HalfNormed,
+    arrays: Mapping[str, jax.Array],
+    around: Around,
     row_scale_T: jax.Array | None = None,
     *,
     dtype: Any,
-) -> jax.Array | None:
-    """The product by `quantized_linear`: [T, *outputs] in `dtype`; None: not a case for it.
+) -> Rows:
+    """The product and what stands around it by `quantized_linear`: [T, *outputs] in `dtype`.
 
     Args:
-        kernel: [*outputs, its terms].
-        scale, zero: [*outputs] or [groups, *outputs].
+        x: [T, I] rows, of which a norm is half done or wholly.
+        arrays: the kernel [*outputs, its terms], scales and zeros [*outputs] or [groups, *outputs].
     """
-    (T, size), outputs = x_TI.shape, kernel.shape[:-1]
+    kernel, scale, zero = arrays[KERNEL], arrays["kernel_scale"], arrays.get("kernel_zero")
+    outputs = kernel.shape[:-1]
     F, lead = math.prod(outputs), scale.shape[: scale.ndim - len(outputs)]
-    if not is_supported(T=T, D=size, F=F, group=size // math.prod(lead), dtype=dtype):
-        return None
-    y_TF = quantized_linear(
-        x_TI,
+    bias, residual, next_norm = around.bias, around.residual, around.next_norm
+    if next_norm is not None and not in_halves(next_norm, dtype):
+        next_norm = None
+    y, half_normed = quantized_linear(
+        x,
         kernel.reshape(F, -1),
         scale.reshape(*lead, F),
         zero_GF=None if zero is None else zero.reshape(-1, F),
         row_scale_T=row_scale_T,
+        eps=around.norm.eps if isinstance(x, HalfNormed) and around.norm else 0.0,
+        bias_F=None if bias is None else bias.reshape(F),
+        activation=around.activation,
+        residual_TF=residual,
+        next_scale_F=None if next_norm is None else next_norm.scale_D,
         dtype=dtype,
     )
-    return y_TF.reshape(T, *outputs)
+    return Rows(y if around.activation else y.reshape(-1, *outputs), half_normed)

@@ -9,22 +9,29 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpaged.quantization.scheme import (
     KERNEL,
     ORDER,
+    Around,
     Arrays,
     ArraySpec,
     UnsupportedQuantizationError,
     contract,
     few_rows,
+    few_rows_fit,
+    in_halves,
     sum_dtype,
 )
+from pallas_kernels.quantized_linear import PACKED, RUN
+from pallas_kernels.rms_norm import HalfNormed, Rows, half_norm, rms_norm
 
 E4M3 = "float8_e4m3fn"
 # What the largest weight of a scale becomes, whose sign the scale takes. Of 4 bits the sixteenth
 # value is worth it, though weights of the other sign may then miss it by a step.
 EXTREME = {E4M3: 448.0, "int8": 127.0, "int4": -8.0}
+_SHIFTS = np.arange(0, 4 * PACKED, 4, dtype=np.uint16)  # of the weights in an element
 
 
 @dataclass(frozen=True)
@@ -32,8 +39,7 @@ class WeightOnly:
     """Weights `(kernel_q - kernel_zero) * kernel_scale`.
 
     Attributes:
-        storage: float8_e4m3fn, int8 or int4; of the last, two neighbours share a byte, the first
-            in its low half, each plus 8.
+        storage: float8_e4m3fn, int8 or int4; of the last, four share a uint16, each plus 8.
         group: neighbouring terms of an output that share a scale; None: all of them.
         has_zero: groups have a zero point too, an integer.
         ordered: an array says which input each of the terms belongs to.
@@ -45,30 +51,30 @@ class WeightOnly:
     ordered: bool = False
 
     @property
-    def packed(self) -> int:
-        """Two to a byte, where they have four bits."""
-        return 2 if self.storage == "int4" else 1
-
-    @property
     def rounds_rows(self) -> bool:
         """They stay as they are."""
         return False
+
+    @property
+    def packed(self) -> int:
+        """Four to an element, where they have four bits."""
+        return PACKED if self.storage == "int4" else 1
 
     def group_size(self, size: int) -> int:
         """Terms to a scale where `size` are summed: a group divides them."""
         return size if self.group is None else math.gcd(self.group, size)
 
     def arrays(self, size: int) -> Mapping[str, ArraySpec]:
-        """[*outputs, I], packed [*outputs, I / 2]; scales [*outputs] or [groups, *outputs].
+        """[*outputs, I], packed [*outputs, I / 4]; scales [*outputs] or [groups, *outputs].
 
         Raises:
-            UnsupportedQuantizationError: an odd number of terms, two of which would share a byte.
+            UnsupportedQuantizationError: terms of which four do not share an element.
         """
         if size % self.packed:
             raise UnsupportedQuantizationError(
-                f"a product sums over {size} terms, an odd number: 4 bits are packed in pairs"
+                f"a product sums over {size} terms: 4 bits are packed in fours"
             )
-        stored = jnp.dtype("uint8" if self.storage == "int4" else self.storage)
+        stored = jnp.dtype("uint16" if self.storage == "int4" else self.storage)
         groups = None if self.group is None else size // self.group_size(size)
         arrays = {
             KERNEL: ArraySpec(stored, size // self.packed),
@@ -104,28 +110,34 @@ class WeightOnly:
             arrays[ORDER] = jnp.arange(size, dtype=jnp.int32)
         return arrays
 
-    def product(
-        self,
-        x_TI: jax.Array,
-        arrays: Mapping[str, jax.Array],
-        fuse: bool,
-        axis: str | None = None,
-    ) -> jax.Array:
-        """By a kernel that widens on the way, or the plain way: widen, then multiply."""
+    def product(self, x_TI: jax.Array, arrays: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
+        """Widen, then multiply."""
         if self.ordered:
             x_TI = jnp.take(x_TI, arrays[ORDER], axis=1)
-        if fuse:
-            zero = arrays.get("kernel_zero")
-            y = few_rows(x_TI, arrays[KERNEL], arrays["kernel_scale"], zero, dtype=x_TI.dtype)
-            if y is not None:
-                return y
         precision = jax.lax.Precision.HIGHEST if x_TI.dtype == jnp.float32 else None
         if self.group is None and not self.has_zero and self.storage != "int4":
             # Exact in the dtype of x: XLA may widen them on their way into the product.
-            kernel, sums = arrays[KERNEL].astype(x_TI.dtype), sum_dtype(x_TI.dtype)
-            y = contract(x_TI, kernel, precision, sums).astype(jnp.float32)
-            return (y * arrays["kernel_scale"]).astype(x_TI.dtype)
-        return contract(x_TI, self.dequantize(arrays, x_TI.dtype), precision)
+            kernel = arrays[KERNEL].astype(x_TI.dtype)
+            y = contract(x_TI, kernel, precision, sum_dtype(dtype)).astype(jnp.float32)
+            return (y * arrays["kernel_scale"]).astype(dtype)
+        return contract(x_TI, self.dequantize(arrays, x_TI.dtype), precision, dtype)
+
+    def fused(
+        self, rows: Rows, arrays: Mapping[str, jax.Array], around: Around, dtype: Any
+    ) -> Rows | None:
+        """Widened on the way; norms are halved between products."""
+        x_TI, group, norm = rows.x, self.group_size(rows.x.shape[1]), around.norm
+        if not few_rows_fit(x_TI.shape, x_TI.dtype, arrays, around.activation, group):
+            return None
+        square_XT = None
+        if norm is not None and in_halves(norm, x_TI.dtype):
+            x_TI, square_XT = rows.half_normed or half_norm(x_TI, norm.scale_D)
+        elif norm is not None:
+            x_TI = rms_norm(x_TI, norm).astype(x_TI.dtype)
+        if self.ordered:
+            x_TI = jnp.take(x_TI, arrays[ORDER], axis=1)
+        x = x_TI if square_XT is None else HalfNormed(x_TI, square_XT)
+        return few_rows(x, arrays, around, dtype=dtype)
 
     def dequantize(self, arrays: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
         """The kernel [*outputs, I], rounded to `dtype` once."""
@@ -145,12 +157,21 @@ class WeightOnly:
 
 
 def pack_int4(x: jax.Array) -> jax.Array:
-    """Integers from -8 to 7 [..., I], two to a byte: [..., I / 2]."""
-    pairs = (x + 8).astype(jnp.uint8).reshape(*x.shape[:-1], -1, 2)
-    return pairs[..., 0] | pairs[..., 1] << 4
+    """Integers from -8 to 7 [..., I], four to an element: [..., I / 4] of uint16.
+
+    Of `RUN` neighbours, or fewer where that does not divide them, the four quarters share elements,
+    the first in the lowest bits: a kernel then multiplies each with a row's terms as they lie.
+    """
+    *lead, size = x.shape
+    run = math.gcd(size, RUN) // PACKED
+    quarters = (x + 8).astype(jnp.uint16).reshape(*lead, -1, PACKED, run)
+    shifted = quarters << _SHIFTS[:, None]
+    return jnp.sum(shifted, axis=-2, dtype=jnp.uint16).reshape(*lead, -1)
 
 
 def unpack_int4(x: jax.Array) -> jax.Array:
     """What `pack_int4` packed, as int8."""
-    pairs = jnp.stack((x & 15, x >> 4), axis=-1).astype(jnp.int8)
-    return pairs.reshape(*x.shape[:-1], -1) - 8
+    *lead, size = x.shape
+    run = math.gcd(PACKED * size, RUN) // PACKED
+    quarters = x.reshape(*lead, -1, 1, run) >> _SHIFTS[:, None] & 15
+    return quarters.astype(jnp.int8).reshape(*lead, -1) - 8

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -21,6 +21,8 @@ from tqdm import tqdm
 from jaxpaged.runtime.executable_store import ExecutableStore, check_folder
 
 log = logging.getLogger(__name__)
+
+CUBLAS_ALONE = {"xla_gpu_enable_triton_gemm": False}  # for products that XLA does
 
 
 def cache_folder(setting: str | None) -> Path | None:
@@ -66,7 +68,11 @@ NCCL_IN_GRAPHS = {
 
 
 def compile_options(
-    platform: str, tokens: int = 0, width: int = 0, quantized: bool = False, devices: int = 1
+    platform: str,
+    tokens: int = 0,
+    width: int = 0,
+    rounds_rows: Set[bool] = frozenset(),
+    devices: int = 1,
 ) -> dict[str, Any]:
     """XLA's options for an executable of an engine.
 
@@ -74,7 +80,7 @@ def compile_options(
         platform: as JAX names it.
         tokens: rows of its weight products; 0: it has none.
         width: of the model's hidden states.
-        quantized: some of its weights are, and may be widened on their way into a product.
+        rounds_rows: of the schemes of its quantized weights, if it has any.
         devices: that share them.
     """
     if platform == "cpu":
@@ -82,15 +88,17 @@ def compile_options(
         # runs no slower (measured with 55M parameters, 12 layers).
         return {"xla_backend_optimization_level": 1}
     options: dict[str, Any] = {}
-    if platform == "gpu" and 64 <= tokens <= 256 and width >= 2048 and not quantized:
+    if platform == "gpu" and rounds_rows == {True}:
+        options |= CUBLAS_ALONE
+    if platform == "gpu" and 64 <= tokens <= 256 and width >= 2048 and not rounds_rows:
         # cuBLASLt alone. Its products are no faster than XLA's choice with Triton among the
         # candidates, but they add bias and residual themselves: fewer kernels. One run on an H200,
         # JAX 0.11.2, the weight products of 28 Qwen2.5-7B layers with residuals and SiLU, without
         # norms, attention and head: 4.29 -> 4.16 ms at 64 tokens, 4.55 -> 4.29 at 128, 5.95 -> 5.96
         # at 256; compiling 7 layers 2.0-2.7 -> 0.3-0.4 s. A whole step of Qwen3-0.6B, width 1024,
-        # at 64 tokens takes 8 % longer so. Other sizes were not measured, nor quantized weights:
-        # of 8-bit integers cuBLASLt wants a bfloat16 copy, which Triton's products do without.
-        options["xla_gpu_enable_triton_gemm"] = False
+        # at 64 tokens takes 8 % longer so. Other sizes were not measured, nor weights that are
+        # widened: cuBLASLt wants a bfloat16 copy of them, which Triton's products do without.
+        options |= CUBLAS_ALONE
     if platform == "gpu" and devices > 1 and 0 < tokens <= 128:
         # What is left to XLA to add up, if anything. By default it takes a kernel that no graph
         # can hold. `scripts/check_gpu_peer_sum.py` on two H200s, JAX 0.11.2, 8 / 64 / 128 / 256

@@ -161,7 +161,7 @@ class Programs:
                         self.platform,
                         bucket.num_tokens,
                         self.model.spec.width,
-                        self.model.spec.is_quantized,
+                        {scheme.rounds_rows for scheme in self.model.spec.schemes},
                         1 if self.model.mesh is None else self.model.mesh.size,
                     ),
                 )

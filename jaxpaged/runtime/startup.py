@@ -20,12 +20,11 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.layers.attention import E4M3_CAPABILITY, AttentionCase, attention_backend
 from jaxpaged.models import load_spec
 from jaxpaged.models.decoder import Decoder, Params
-from jaxpaged.models.spec import PRODUCTS, ModelSpec
+from jaxpaged.models.spec import ModelSpec
 from jaxpaged.models.spread import spread_spec
 from jaxpaged.parallel.hosts import Group
 from jaxpaged.parallel.mesh import model_mesh, stage_devices
 from jaxpaged.parallel.peers import reach_each_other
-from jaxpaged.quantization import KERNEL
 from jaxpaged.runtime import weights
 from jaxpaged.runtime.command_stream import CommandSender
 from jaxpaged.runtime.compilation import Executables, cache_folder, compile_together
@@ -62,6 +61,7 @@ class Started:
     backend: str  # attention backend in use
     platform: str
     dtype: str
+    lm_head_dtype: str
     seconds: dict[str, float]
 
 
@@ -79,7 +79,7 @@ def start_runner(config: EngineConfig, *, serving: bool, group: Group | None = N
     here = [[each for each in own if each in jax.local_devices()] for own in devices_of]
     device, devices = here[0][0], [each for own in here for each in own]
     path = model_files.resolve_model(config.model, config.revision, config.download_dir)
-    stored = load_spec(model_files.read_config(path), config.quantization)
+    stored = load_spec(model_files.read_config(path), config.quantization, config.quantize_lm_head)
     spec = spread_spec(stored, config.tensor_parallel_size)
     _report_spread(spec, config.tensor_parallel_size)
     capability = float(getattr(device, "compute_capability", 0))
@@ -163,7 +163,9 @@ def start_runner(config: EngineConfig, *, serving: bool, group: Group | None = N
     if device.platform == "gpu":
         for each in devices:
             report_outside_pool(each)
-    return Started(runner, backend, device.platform, jnp.dtype(dtype).name, seconds)
+    name = jnp.dtype(dtype).name
+    head = name if spec.head is None else spec.head.scheme.storage
+    return Started(runner, backend, device.platform, name, head, seconds)
 
 
 def check_card(spec: ModelSpec, compute_capability: float) -> None:
@@ -175,9 +177,8 @@ def check_card(spec: ModelSpec, compute_capability: float) -> None:
     Raises:
         ValueError: one line.
     """
-    hows = {getattr(layer.quantization, name) for layer in spec.layers for name in PRODUCTS}
-    stored = {how.scheme.arrays(spec.width)[KERNEL].dtype for how in hows if how is not None}
-    if jnp.float8_e4m3fn in stored and 0 < compute_capability < E4M3_CAPABILITY:
+    stored = {scheme.storage for scheme in spec.schemes}
+    if "float8_e4m3fn" in stored and 0 < compute_capability < E4M3_CAPABILITY:
         raise ValueError(
             f"weights in fp8 need a GPU of compute capability {E4M3_CAPABILITY} or later, and "
             f"this one has {compute_capability}: ordinary weights with --quantization "

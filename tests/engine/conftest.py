@@ -28,5 +28,6 @@ def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def info() -> EngineInfo:
     return EngineInfo(
         max_model_len=64, vocab_size=400, num_pages=8, page_size=16, max_logprobs=20,
-        platform="cpu", attention_backend="xla", dtype="float32", buckets=[], startup_seconds={},
+        platform="cpu", attention_backend="xla", dtype="float32", lm_head_dtype="float32",
+        buckets=[], startup_seconds={},
     )  # fmt: skip

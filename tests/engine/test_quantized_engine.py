@@ -14,11 +14,12 @@ def test_tokens_of_weight_only_schemes_are_the_naive_loops(tmp_path: Path) -> No
     core = EngineCore(
         EngineConfig(
             model=str(write_model(tmp_path, LLAMA, num_hidden_layers=1)), load_format="dummy",
-            quantization="int4_per_group_weight_only",
+            quantization="int4_per_group_weight_only", quantize_lm_head=True,
             max_num_seqs=3, max_num_batched_tokens=8, enforce_eager=True,
             num_gpu_blocks_override=7, compile_cache_dir="none", max_model_len=96,
         )
     )  # fmt: skip
+    assert core.info.lm_head_dtype == "int4"
     prompts = [[(7 * i + 11 * j) % VOCAB for j in range(19)] for i in range(3)]
     asked = {str(i): prompt for i, prompt in enumerate(prompts)}
     tokens = run(core, [request(name, prompt, max_tokens=26) for name, prompt in asked.items()])

@@ -21,8 +21,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from pallas_kernels.paged_attention_triton import paged_attention_triton
 from pallas_kernels.peer_sum import Peers, peer_sum
 from pallas_kernels.quantized_linear import quantized_linear
-from pallas_kernels.rms_norm import Rows, half_norm
+from pallas_kernels.rms_norm import Norm, Rows, half_norm
 from pallas_kernels.rope_write import Written, rope_write
+from pallas_kernels.round_rows import round_rows
 from pallas_kernels.sample_top_k_top_p import sample_top_k_top_p
 from pallas_kernels.small_batch_linear import small_batch_linear
 
@@ -192,33 +193,47 @@ def compile_linear(
 
 # D, F, kernel, dtype of the rows, groups: the products of Qwen2.5 7B in every storage.
 QUANTIZED: tuple[tuple[int, int, str, str, int], ...] = (
-    (3584, 4608, "float8_e4m3fn", "float8_e4m3fn", 1),
+    (3584, 4608, "float8_e4m3fn", "bfloat16", 1),
     (3584, 37888, "float8_e4m3fn", "bfloat16", 28),
     (18944, 3584, "int8", "bfloat16", 1),
-    (3584, 3584, "uint8", "bfloat16", 28),
-    (896, 896, "uint8", "float16", 7),
+    (3584, 3584, "uint16", "bfloat16", 28),
+    (896, 896, "uint16", "float16", 7),
 )
 
 
 def compile_quantized(
     mesh: Mesh, T: int, D: int, F: int, kernel: str, rows: str, groups: int
 ) -> jax.stages.Compiled:
+    """A product that completes a norm, or one of rows rounded to e4m3; the widest is gated, the
+    others are added to a residual, where the next norm begins.
+    """
     sharding = NamedSharding(mesh, PartitionSpec())
 
-    def like(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+    def like(shape: tuple[int, ...], dtype: str = rows) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
 
-    def product(x_TD: jax.Array, kernel_FX: jax.Array, scale: jax.Array, **rest: Any) -> jax.Array:
-        return quantized_linear(x_TD, kernel_FX, scale, **rest)
+    def product(
+        x_TD: jax.Array, factor_D: jax.Array, kernel_FX: jax.Array, scale: jax.Array, **rest: Any
+    ) -> Rows:
+        norm, x, activation = Norm(factor_D, 1e-6, False), half_norm(x_TD, factor_D), None
+        if kernel == "float8_e4m3fn":
+            x, rest["row_scale_T"] = round_rows(x_TD, norm)
+        if "residual_TF" not in rest:
+            activation = "silu"
+        return quantized_linear(
+            x, kernel_FX, scale, eps=1e-6, activation=activation, dtype=jnp.dtype(rows), **rest
+        )
 
     scale = (groups, F) if groups > 1 else (F,)
-    rest = {"row_scale_T": like((T,), "float32")} if rows == kernel else {}
-    if groups > 1 and kernel == "uint8":
+    rest = {"bias_F": like((F,))}
+    if F < 10_000:
+        rest |= {"residual_TF": like((T, F)), "next_scale_F": like((F,))}
+    if kernel == "uint16":
         rest["zero_GF"] = like(scale, "int8")
-    stored = like((F, D // 2 if kernel == "uint8" else D), kernel)
+    stored = like((F, D // 4 if kernel == "uint16" else D), kernel)
+    operands = like((T, D)), like((D,)), stored, like(scale, "float32")
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = jax.jit(product).lower(like((T, D), rows), stored, like(scale, "float32"), **rest)
-        return lowered.compile()
+        return jax.jit(product).lower(*operands, **rest).compile()
 
 
 def compile_peer_sum(mesh: Mesh, T: int, D: int) -> jax.stages.Compiled:

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.product_parts import ACTIVATIONS
 from pallas_kernels.rms_norm import Norm, half_norm, rms_norm
 from pallas_kernels.small_batch_linear import (
-    ACTIVATIONS,
     TuningConfig,
     is_faster,
     small_batch_linear,

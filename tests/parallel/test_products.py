@@ -21,21 +21,24 @@ def products(report: dict[str, Any]) -> dict[str, Any]:
 
 def test_they_are_those_of_one_device(products: dict[str, Any]) -> None:
     for name, found in products.items():
-        # A sum in two parts, and in bfloat16 each of them rounded.
-        assert found["off"] < (1e-6 if "float32" in name else 1e-2), name
+        # A sum in two parts, and in bfloat16 each of them rounded. In fp8 a device rounds its part
+        # of a row by the largest of that.
+        exact = 1e-3 if name.startswith("fp8") else 1e-6
+        bound = exact if "float32" in name else 1e-2
+        assert found["off"] < bound, name
 
 
 def test_a_sum_is_exchanged_and_no_output(products: dict[str, Any]) -> None:
     for name, found in products.items():
-        largest = name.startswith("fp8")  # of each row, before it is rounded
-        count = 0 if "outputs" in name else 2 if largest else 1
-        assert found["exchanged"] == ["all-reduce"] * count, name
+        assert found["exchanged"] == ["all-reduce"] * ("outputs" not in name), name
 
 
 def test_few_rows_take_a_kernel_where_terms_divide(products: dict[str, Any]) -> None:
     whole = ("int4, one group", "int8, ordered")
     for name, found in products.items():
-        assert found["kernels"] == ("bfloat16" in name and not name.startswith(whole)), name
+        count = 2 if name.startswith("fp8") else 1  # one rounds rows
+        expected = count * ("bfloat16" in name and not name.startswith(whole))
+        assert found["kernels"] == expected, name
 
 
 def test_scales_go_where_their_terms_are(products: dict[str, Any]) -> None:

@@ -116,14 +116,16 @@ def test_a_wider_dtype_takes_twice_the_bytes(capsys: pytest.CaptureFixture[str])
 
 def test_quantized_weights_count_as_they_are_stored(capsys: pytest.CaptureFixture[str]) -> None:
     (name, scheme), found = ("-q", "int4_per_group_weight_only"), []
-    for flags in ((), (name, scheme)):
+    for flags in ((), (name, scheme), (name, scheme, "--quantize-lm-head")):
         found.append(figures(capsys, MODEL, *QUICK, *flags))
     stored = [each["bytes_per_gpu"]["weights"] for each in found]
     tables, layers = 2 * 2 * 152_064 * 3584, 28 * 233_046_016  # bytes; weights of the products
     assert stored[0] == pytest.approx(tables + 2 * layers, rel=1e-3)
     assert stored[1] == pytest.approx(tables + 4.25 / 8 * layers, rel=1e-3)
     assert found[1]["predicted"]["seconds"] < found[0]["predicted"]["seconds"]
-    assert f"--quantization {scheme}" in found[1]["command"]
+    assert stored[1] - stored[2] == pytest.approx((1 - 4.25 / 16) * tables / 2, rel=1e-3)
+    assert found[2]["predicted"]["seconds"] < found[1]["predicted"]["seconds"]
+    assert f"--quantization {scheme} --quantize-lm-head" in found[2]["command"]
 
 
 def test_a_model_that_does_not_fit(

@@ -120,7 +120,7 @@ def test_a_pipeline_is_scheduled_as_its_engine_does_it(stages: int, pages: int) 
     layout = Layout.of(load_spec(LLAMA | {"num_hidden_layers": 4}), config, 1, stages)
     plan = layout.plan(config).with_pages(config, *[0] * stages)
     runner: Any = HostRunner(plan)
-    started = Started(runner, "none", "gpu", "float32", {})
+    started = Started(runner, "none", "gpu", "float32", "float32", {})
     with mock.patch.object(engine_core, "start_runner", lambda *_, **__: started):
         core = EngineCore(config)
     trace = make_trace(LENGTHS, [0.0] * len(LENGTHS), VOCAB, seed=3)

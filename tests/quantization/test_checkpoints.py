@@ -101,6 +101,45 @@ def test_logits_are_the_dequantized_references(tmp_path: Path, name: str) -> Non
         np.testing.assert_allclose(found, expected, atol=2e-4, rtol=0)
 
 
+def test_a_quantized_head(tmp_path: Path) -> None:
+    tensors, _ = stored("compressed-tensors int8")
+    stream = np.random.default_rng(0)
+    V, D = tensors.pop("lm_head.weight").shape
+    kernel = stream.integers(-127, 128, (V, D)).astype(np.int8)
+    scale = stream.uniform(0.001, 0.003, (V, 1)).astype(np.float32)
+    ignored = {"ignore": ["re:.*layers\\.1\\..*"]}
+    found = write(
+        tmp_path,
+        "compressed-tensors int8",
+        tensors | {"lm_head.weight": kernel, "lm_head.weight_scale": scale},
+        **ignored,
+    )
+    model = make_decoder(found)
+    params = load_params(tmp_path, model, progress=False)
+    assert "table" not in params["lm_head"]
+    plain = make_decoder({**found, "quantization_config": settings()["compressed-tensors int8"]})
+    table = {"lm_head": {"table": jnp.asarray(kernel * scale)}}
+    expected = rows_of(PagedRunner(plain, params | table))
+    np.testing.assert_allclose(rows_of(PagedRunner(model, params)), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "quantized"),
+    [
+        ("gptq 4", {}, False),
+        ("gptq 4", {"lm_head": True}, True),
+        ("awq", {"modules_to_not_convert": None}, False),
+        ("fp8 block", {"modules_to_not_convert": None}, False),
+        ("modelopt", {"ignore": None}, False),
+    ],
+)
+def test_what_formats_say_of_the_head(name: str, changes: dict[str, Any], quantized: bool) -> None:
+    found = settings()[name] | changes
+    assert (load_spec({**CONFIG, "quantization_config": found}).head is not None) is quantized
+    tied = {**CONFIG, "quantization_config": found, "tie_word_embeddings": True}
+    assert load_spec(tied).head is None
+
+
 def rows_of(runner: PagedRunner) -> np.ndarray:
     return np.concatenate(runner.generate(tiny_models.prompts(), 1)[1])
 

@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.quantization import KERNEL, ON_THE_FLY, UnsupportedQuantizationError, arrange
+from jaxpaged.quantization import KERNEL, ON_THE_FLY, Around, UnsupportedQuantizationError, arrange
+from jaxpaged.quantization import fp8 as fp8_module
 from jaxpaged.quantization import scheme as scheme_module
 from jaxpaged.quantization.fp8 import Fp8, quantize_rows
 from jaxpaged.quantization.weight_only import WeightOnly, pack_int4, unpack_int4
 from pallas_kernels.quantized_linear import quantized_linear
+from pallas_kernels.rms_norm import Norm, Rows, rms_norm
+from pallas_kernels.round_rows import round_rows
 
 RNG = np.random.default_rng(0)
 SCHEMES = {name: quantized.scheme for name, quantized in ON_THE_FLY.items()} | {
@@ -37,8 +40,9 @@ def dequantized(scheme: Any, rows: dict[str, jax.Array]) -> np.ndarray:
     """[..., I] in float64, from arrays whose terms come last."""
     kernel = rows[KERNEL]
     if getattr(scheme, "storage", None) == "int4":
-        kernel = np.stack((np.asarray(kernel) & 15, np.asarray(kernel) >> 4), -1).astype(float) - 8
-        kernel = kernel.reshape(*kernel.shape[:-2], -1)
+        *lead, size = kernel.shape
+        runs = np.asarray(kernel).reshape(*lead, -1, 1, min(size, 16))
+        kernel = ((runs >> np.arange(0, 16, 4)[:, None]) & 15).reshape(*lead, -1).astype(float) - 8
     wide = np.asarray(kernel, np.float64)
 
     def along(name: str) -> np.ndarray:
@@ -74,7 +78,7 @@ def test_stored_arrays_and_their_error(name: str, outputs: tuple[int, ...]) -> N
     step = np.abs(stored["kernel_scale"]).max()
     # Half a step of an integer, a whole one at the end of 4 bits that has no eighth; of a float
     # with 3 bits of mantissa half of an eighth.
-    bound = step * (1 if stored[KERNEL].dtype == jnp.uint8 else 0.5)
+    bound = step * (1 if stored[KERNEL].dtype == jnp.uint16 else 0.5)
     if is_float:
         bound = np.maximum(np.abs(exact) / 16, step * 2.0**-10)
     assert (np.abs(found - exact) <= bound * 1.001).all()
@@ -90,7 +94,7 @@ def test_zeros_stay_zeros(name: str) -> None:
 def test_products(name: str) -> None:
     scheme, weight, x_TI = SCHEMES[name], normal(2, 3, 4, 192), normal(5, 192)
     rows = scheme.quantize(weight)
-    y = jax.jit(scheme.product, static_argnums=2)(x_TI, arranged(rows, 4), False)
+    y = jax.jit(scheme.product, static_argnums=2)(x_TI, arranged(rows, 4), x_TI.dtype)
     x = np.asarray(x_TI, np.float64)
     if isinstance(scheme, Fp8):
         q_TI, scale_T = quantize_rows(x_TI)
@@ -103,18 +107,32 @@ def test_products(name: str) -> None:
 @pytest.mark.parametrize("name", SCHEMES)
 def test_few_rows_on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """One kernel, and the same numbers within bfloat16's rounding."""
-    monkeypatch.setattr(
-        scheme_module, "quantized_linear", partial(quantized_linear, interpret=True)
-    )
+    interpreted = {"quantized_linear": quantized_linear, "round_rows": round_rows}
+    for module, name_ in ((scheme_module, "quantized_linear"), (fp8_module, "round_rows")):
+        monkeypatch.setattr(module, name_, partial(interpreted[name_], interpret=True))
     scheme, x_TI = SCHEMES[name], normal(5, 128).astype(jnp.bfloat16)
     arrays = arranged(scheme.quantize(normal(2, 64, 128)), 3)
-    jaxpr = jax.make_jaxpr(scheme.product, static_argnums=2)(x_TI, arrays, True).jaxpr
-    names = [equation.primitive.name for equation in jaxpr.eqns]
-    assert "pallas_call" in names
+    norm = Norm(jnp.ones(128, jnp.bfloat16), 1e-6, plus_one=False)
+    around = Around(norm, normal(2, 64).astype(jnp.bfloat16), "silu", None, None)
+
+    def whole(x_TI: jax.Array) -> Any:
+        return scheme.fused(Rows(x_TI), arrays, around, jnp.bfloat16).x
+
+    names = [equation.primitive.name for equation in jax.make_jaxpr(whole)(x_TI).jaxpr.eqns]
+    assert names.count("pallas_call") == (2 if isinstance(scheme, Fp8) else 1)
     assert "dot_general" not in names
-    plain, fused = (np.asarray(scheme.product(x_TI, arrays, f), float) for f in (False, True))
-    assert fused.shape == (5, 2, 64)
-    np.testing.assert_allclose(fused, plain, rtol=2e-2, atol=0.2)
+    y = scheme.product(rms_norm(x_TI, norm).astype(jnp.bfloat16), arrays, jnp.float32)
+    y += around.bias
+    want = np.asarray(jax.nn.silu(y[:, 0]) * y[:, 1])
+    error = np.abs(np.asarray(whole(x_TI), float) - want).max()
+    assert error < 2e-2 * np.abs(want).max()
+    for dtype, atol in ((jnp.bfloat16, 0.2), (jnp.float32, 0.1)):
+        plain = scheme.product(x_TI, arrays, dtype)
+        fused = scheme.fused(Rows(x_TI), arrays, Around(), dtype).x
+        assert (fused.shape, fused.dtype, plain.dtype) == ((5, 2, 64), dtype, dtype)
+        np.testing.assert_allclose(
+            np.asarray(fused, float), np.asarray(plain, float), rtol=2e-2, atol=atol
+        )
 
 
 def test_one_scale_a_tensor_or_an_output() -> None:
@@ -157,17 +175,19 @@ def test_four_bits_use_all_sixteen_values() -> None:
         np.testing.assert_array_equal(rows["kernel_scale"], [[-sign]])
 
 
-def test_two_to_a_byte() -> None:
+def test_four_to_an_element() -> None:
     x = jnp.arange(-8, 8, dtype=jnp.int8).reshape(2, 8)
     packed = pack_int4(x)
-    assert packed.shape == (2, 4)
-    assert int(packed[0, 0]) == 0 | 1 << 4  # -8 and -7, the first one low
+    assert (packed.shape, packed.dtype) == ((2, 2), jnp.uint16)
+    assert int(packed[0, 0]) == 0x6420  # -8, -6, -4 and -2: the first of each quarter
     np.testing.assert_array_equal(unpack_int4(packed), x)
+    wide = jnp.asarray(RNG.integers(-8, 8, (3, 192)), jnp.int8)
+    np.testing.assert_array_equal(unpack_int4(pack_int4(wide)), wide)
 
 
-def test_an_odd_number_is_not_packed_in_pairs() -> None:
-    with pytest.raises(UnsupportedQuantizationError, match="sums over 7 terms"):
-        WeightOnly("int4").arrays(7)
+def test_what_is_not_packed_in_fours() -> None:
+    with pytest.raises(UnsupportedQuantizationError, match="sums over 6 terms"):
+        WeightOnly("int4").arrays(6)
 
 
 def test_groups_divide_the_terms() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_models
@@ -23,8 +25,10 @@ CONFIG = tiny_models.CONFIGS["llama-biases-linear"]  # 4 query heads, 1 KV head,
 Params = dict[str, jax.Array]
 
 
-def load(folder: Path, quantization: str | None = None, **options: str) -> Params:
-    model = make_decoder(CONFIG, quantization=quantization)
+def load(
+    folder: Path, quantization: str | None = None, quantize_lm_head: bool = False, **options: str
+) -> Params:
+    model = make_decoder(CONFIG, quantization=quantization, quantize_lm_head=quantize_lm_head)
     return flatten_dict(load_params(folder, model, progress=False, **options), sep="/")
 
 
@@ -76,10 +80,32 @@ def test_the_model_still_says_about_the_same(tmp_path: Path) -> None:
     assert 0.9 < int4 < 1 - 1e-7
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_of_its_own_is_quantized_if_asked(tmp_path: Path, tied: bool) -> None:
+    """The tokens are those of the same weights, widened; what is looked up stays as it was."""
+    config, name = CONFIG | {"tie_word_embeddings": tied}, "int4_per_group_weight_only"
+    folder = tiny_models.write_model(tmp_path, config)
+    model = make_decoder(config, quantization=name, quantize_lm_head=True)
+    params = load_params(folder, model, progress=False)
+    embedding = tiny_models.tensors(config)["model.embed_tokens.weight"]
+    np.testing.assert_array_equal(params["embed"]["table"], embedding)
+    scheme: Any = ON_THE_FLY[name].scheme
+    head = {"table": scheme.dequantize(params["lm_head"], jnp.float32)}
+    untied = make_decoder(CONFIG, quantization=name)
+    (tokens, logits), (wide_tokens, wide_logits) = (
+        PagedRunner(decoder, own).generate(tiny_models.prompts(), 8)
+        for decoder, own in ((model, params), (untied, params | {"lm_head": head}))
+    )
+    assert tokens == wide_tokens
+    for found, wide in zip(logits, wide_logits, strict=True):
+        np.testing.assert_allclose(found, wide, atol=1e-4, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", TWO)
 def test_random_weights_are_made_quantized(tmp_path: Path, name: str) -> None:
-    params, again = (load(tmp_path, name, load_format="dummy") for _ in range(2))
-    wanted = abstract_leaves(make_decoder(CONFIG, quantization=name))
+    asked: Any = {"load_format": "dummy", "quantize_lm_head": True}
+    params, again = (load(tmp_path, name, **asked) for _ in range(2))
+    wanted = abstract_leaves(make_decoder(CONFIG, quantization=name, quantize_lm_head=True))
     assert {n: (x.shape, x.dtype) for n, x in params.items()} == {
         n: (x.shape, x.dtype) for n, x in wanted.items()
     }
@@ -93,7 +119,7 @@ def test_random_weights_are_made_quantized(tmp_path: Path, name: str) -> None:
 def test_leaves_of_copied_heads_and_their_shardings(tmp_path: Path, name: str) -> None:
     """As four devices would have them; one device says the rest."""
     folder = tiny_models.write_model(tmp_path, CONFIG)
-    whole = make_decoder(CONFIG, quantization=name)
+    whole = make_decoder(CONFIG, quantization=name, quantize_lm_head=True)
     spec = spread_spec(whole.spec, 4)
     kv = replace(whole.kv, num_kv_heads=spec.num_kv_heads)
     shared = whole.clone(spec=spec, kv=kv, mesh=make_mesh())
@@ -115,6 +141,8 @@ def test_leaves_of_copied_heads_and_their_shardings(tmp_path: Path, name: str) -
     assert axes["mlp/gate_up/kernel_q"] == (None, "model", None)
     assert axes["mlp/down/kernel_q"] == (None, "model")
     assert axes["attention/qkv/kernel_scale"][-3:] == ("model", None, None)
+    assert axes["lm_head/kernel_q"] == ("model", None)
+    assert axes["lm_head/kernel_scale"][-1] == "model"
 
 
 def test_orbax_is_not_quantized_while_loading(tmp_path: Path) -> None:

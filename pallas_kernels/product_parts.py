@@ -1,0 +1,72 @@
+"""What kernels for products of few rows have in common: the ends of a sum, and sharing one out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+}
+NOT_IN_KERNELS = "gelu"  # the dialect has no erf
+
+
+def gated(sums: jax.Array, axis: int, activation: str) -> jax.Array:
+    """activation(gate) * up of sums that are gates, then ups, along an axis."""
+    shape = sums.shape
+    pairs = sums.reshape(*shape[:axis], 2, shape[axis] // 2, *shape[axis + 1 :])
+    is_up = lax.broadcasted_iota(jnp.int32, pairs.shape, axis) == 1
+    gate = jnp.where(is_up, 0.0, pairs).sum(axis=axis)
+    up = jnp.where(is_up, pairs, 0.0).sum(axis=axis)
+    return ACTIVATIONS[activation](gate) * up
+
+
+def row_squares(square_ref: Any, t_R: jax.Array) -> jax.Array:
+    """Sums of squares of rows [R], 0 for those that are not there."""
+    X, T = square_ref.shape
+    x_X1, t_1R = jnp.arange(pl.next_power_of_2(X))[:, None], t_R[None, :]
+    live_XR = (x_X1 < X) & (t_1R < T)
+    return pltriton.load(square_ref.at[x_X1, t_1R], mask=live_XR, other=0).sum(axis=0)
+
+
+def share_sum(
+    own: jax.Array,
+    ref: Mapping[str, Any],
+    block: jax.Array,
+    split: jax.Array,
+    splits: int,
+    finish: Callable[[jax.Array], None],
+    on_card: bool,
+) -> None:
+    """Leave a program's part of a sum; the last to come adds all up, always in the same order.
+
+    Args:
+        own: [A, B], float32.
+        ref: "part" [blocks, splits, A, B] and "arrived", i32[blocks], zeros before and after.
+        block, split: which sum, and which part of it.
+        finish: called with the whole sum, by one program.
+        on_card: not in interpret mode.
+    """
+    ref["part"][block, split] = own
+    if on_card:
+        pltriton.debug_barrier()  # all warps' parts are written before one says so
+    arrived = pltriton.atomic_add(ref["arrived"], (block,), jnp.int32(1))
+
+    @pl.when(arrived == splits - 1)
+    def _() -> None:
+        a_A1, b_1B = jnp.arange(own.shape[0])[:, None], jnp.arange(own.shape[1])[None, :]
+        total = jnp.zeros(own.shape, jnp.float32)
+        for other in range(splits):
+            # Another program's part: past the multiprocessor's own cache.
+            total += pltriton.load(ref["part"].at[block, other, a_A1, b_1B], volatile=True)
+        finish(total)
+        ref["arrived"][block] = jnp.int32(0)

@@ -1,0 +1,38 @@
+"""Rounded rows against plain XLA, in interpret mode."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpaged.quantization.fp8 import quantize_rows
+from pallas_kernels.rms_norm import Norm, rms_norm
+from pallas_kernels.round_rows import MAX_WIDTH, round_rows
+
+RNG = np.random.default_rng(0)
+T, D = 5, 200
+
+
+@pytest.mark.parametrize("plus_one", [None, False, True])
+def test_they_are_those_of_the_plain_way(plus_one: bool | None) -> None:
+    x_TD = jnp.asarray(RNG.normal(size=(T, D)) * 10, jnp.bfloat16).at[2].set(0)
+    norm, plain = None, x_TD
+    if plus_one is not None:
+        norm = Norm(jnp.asarray(RNG.uniform(0.5, 2, D), jnp.bfloat16), 1e-6, plus_one)
+        plain = rms_norm(x_TD, norm).astype(jnp.bfloat16)
+    found, scale_T = round_rows(x_TD, norm, interpret=True)
+    want, want_T = quantize_rows(plain)
+    np.testing.assert_allclose(scale_T, want_T, rtol=1e-2)
+    assert found.dtype == jnp.float8_e4m3fn
+    found_TD, want_TD = (np.asarray(x, np.float32) for x in (found, want))
+    if norm is None:
+        np.testing.assert_array_equal(found_TD, want_TD)
+    # The norm's sums may differ in their last bit, and a value be rounded to its neighbour.
+    np.testing.assert_allclose(found_TD, want_TD, rtol=0.13, atol=2.0**-9)
+    assert (found_TD != want_TD).mean() < 0.05
+
+
+def test_rows_too_wide() -> None:
+    with pytest.raises(ValueError, match="wider than 32768"):
+        round_rows(jnp.zeros((1, MAX_WIDTH + 1)), interpret=True)
