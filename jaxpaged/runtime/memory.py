@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jaxpaged.config import GIB
+from jaxpaged.parallel.sharding import HOST
 
 log = logging.getLogger(__name__)
 
@@ -86,13 +87,17 @@ def report_outside_pool(device: jax.Device) -> None:
         )
 
 
+def shard_bytes(leaf: Any) -> int:
+    """Bytes of each device's part of a (maybe abstract) array."""
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
 def resident_bytes(tree: Any) -> int:
-    """What XLA's allocator takes on each device for the arrays of a (maybe abstract) pytree."""
-
-    def size(leaf: Any) -> int:
-        return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-
-    sizes = map(size, jax.tree.leaves(tree))
+    """What XLA's allocator takes on each device for the arrays of a (maybe abstract) pytree; those
+    in host memory take nothing there.
+    """
+    on_devices = [leaf for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind != HOST]
+    sizes = map(shard_bytes, on_devices)
     return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
 
 
