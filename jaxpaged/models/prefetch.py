@@ -14,7 +14,6 @@ from jaxpaged.quantization import KERNEL
 # Layers whose copies are on the device at a time: one is in use while the next arrives.
 WINDOW = 2
 MATRICES = ("kernel", KERNEL)
-COPIES = 4  # matrices of a layer
 
 
 def is_matrix(name: str) -> bool:

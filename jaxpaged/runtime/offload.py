@@ -38,10 +38,9 @@ def offload(model: Decoder, gib: float, device: jax.Device | None = None) -> Dec
             f"--cpu-offload-gb {gib:g} is more than all layers hold: at most {total / GIB:.2f} "
             "GiB of a device's weights can be offloaded"
         )
+    choices = (spaced(model.own_layers, count) for count in range(1, len(sizes) + 1))
     layers = next(
-        chosen
-        for count in range(len(sizes) + 1)
-        if sum(sizes[index] for index in (chosen := spaced(model.own_layers, count))) >= gib * GIB
+        layers for layers in choices if sum(sizes[index] for index in layers) >= gib * GIB
     )
     offloaded = sum(sizes[index] for index in layers)
     on_device = max(

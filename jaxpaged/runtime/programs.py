@@ -14,6 +14,8 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxpaged.core.buckets import Bucket, Buckets
 from jaxpaged.models.decoder import Decoder, Params, head_params
+from jaxpaged.models.prefetch import WINDOW
+from jaxpaged.models.spec import PRODUCTS
 from jaxpaged.parallel.sharding import kv_pages_sharding, replicated
 from jaxpaged.runtime.batch_builder import TABLE_UPDATES
 from jaxpaged.runtime.compilation import Program, compile_options
@@ -162,6 +164,7 @@ class Programs:
                         bucket.num_tokens,
                         self.model.spec.width,
                         self.model.spec.is_quantized,
+                        WINDOW * len(PRODUCTS) if self.model.host_layers else 0,
                     ),
                 )
             case Sample(num_rows, variant):
