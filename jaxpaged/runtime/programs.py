@@ -111,8 +111,11 @@ def all_keys(model: Decoder, buckets: Buckets, input_sizes: Sequence[int]) -> li
 
 def largest_keys(model: Decoder, buckets: Buckets) -> list[Key]:
     """The executables that may need the most scratch memory."""
-    forward = Forward(buckets.forward[-1])
-    return [forward, Sample(buckets.scoring_rows[-1], "full")] if model.is_last else [forward]
+    largest = [buckets.forward[-1]]
+    if model.host_layers:  # a short step may copy further ahead
+        largest += [bucket for bucket in buckets.forward if bucket.decode_only][-1:]
+    keys: list[Key] = [*map(Forward, largest)]
+    return [*keys, Sample(buckets.scoring_rows[-1], "full")] if model.is_last else keys
 
 
 def smallest_keys(buckets: Buckets) -> list[Key]:
