@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import platform
@@ -18,10 +19,21 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+
+from jaxpaged import LLM
+from jaxpaged.config import EngineConfig
+from jaxpaged.flags import add_flags
 
 RESULTS = Path(__file__).parent / "results"
 SHOWN_PERCENTILES = (50, 90, 99)
+COMPARED = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "quantization",
+    "kv_cache_dtype",
+)
 REPORTED = ("jaxpaged", "jax", "jaxlib", "flax", "numpy", "torch", "transformers")
 
 
@@ -52,17 +64,23 @@ def model_settings(model: Path | None) -> Iterator[dict[str, Any]]:
             yield {"model": folder, "load_format": "dummy"}
 
 
-def add_parallel_flags(parser: argparse.ArgumentParser) -> None:
-    """The engine's flags for several devices."""
-    for short, field in (("-tp", "tensor_parallel_size"), ("-pp", "pipeline_parallel_size")):
-        parser.add_argument(short, "--" + field.replace("_", "-"), type=int, default=1)
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Those of the engine's flags that a benchmark compares."""
+    others = {field.name for field in dataclasses.fields(EngineConfig)} - set(COMPARED)
+    add_flags(parser, EngineConfig, skip=others)
 
 
-def parallel_settings(args: argparse.Namespace) -> dict[str, Any]:
+def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Engine settings of those flags."""
+    return {name: getattr(args, name) for name in COMPARED}
+
+
+def memory_figures(llm: LLM) -> dict[str, Any]:
+    """What an engine's weights take on all devices, and how many tokens its pages hold."""
+    params = [stage.params for stage in llm._core._runner.stages]
     return {
-        "tensor_parallel_size": args.tensor_parallel_size,
-        "pipeline_parallel_size": args.pipeline_parallel_size,
+        "weights_gib": sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / 2**30,
+        "pool_tokens": llm.info.num_pages * llm.info.page_size,
     }
 
 

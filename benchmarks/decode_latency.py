@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import (
-    add_parallel_flags,
+    add_engine_flags,
+    engine_settings,
     markdown,
+    memory_figures,
     model_settings,
-    parallel_settings,
     seconds_since_start,
     write_results,
 )
@@ -73,6 +74,19 @@ def seconds(llm: LLM, prompts: list[list[int]], count: int) -> float:
     return time.perf_counter() - start
 
 
+def step_times(
+    llm: LLM, prompts: list[list[int]], steps: int, repeats: int
+) -> dict[int, list[float]]:
+    """Times of calls that make 1 token a prompt and 1 + `steps`, taken in turns."""
+    taken: dict[int, list[float]] = {1: [], 1 + steps: []}
+    for count in taken:
+        seconds(llm, prompts, count)  # compiles, fills the prefix cache
+    for _ in range(repeats):
+        for count, found in taken.items():
+            found.append(seconds(llm, prompts, count))
+    return taken
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -82,7 +96,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=32, help="K")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--dtype", default="auto")
-    add_parallel_flags(parser)
+    add_engine_flags(parser)
     parser.add_argument(
         "--serving",
         action="store_true",
@@ -92,8 +106,8 @@ def main() -> None:
     parser.add_argument("--compile-cache-dir")
     parser.add_argument("--name", help="of the file in benchmarks/results")
     args = parser.parse_args()
-    parallel = parallel_settings(args)
-    more: dict[str, Any] = {"compile_cache_dir": args.compile_cache_dir, **parallel}
+    settings = engine_settings(args)
+    more: dict[str, Any] = {"compile_cache_dir": args.compile_cache_dir, **settings}
     if args.serving:
         more |= SERVING
     largest = SERVING_SEQS if args.serving else max(args.batch)
@@ -105,24 +119,22 @@ def main() -> None:
         rows: list[dict[str, Any]] = []
         for size in args.batch:
             prompts = draw.integers(0, llm.info.vocab_size, (size, args.context)).tolist()
-            taken: dict[int, list[float]] = {1: [], 1 + args.steps: []}
-            for count in taken:
-                seconds(llm, prompts, count)  # compiles, fills the prefix cache
-            for _ in range(args.repeats):
-                for count, found in taken.items():
-                    found.append(seconds(llm, prompts, count))
+            taken = step_times(llm, prompts, args.steps, args.repeats)
             short, long = map(median, taken.values())
             step_ms = 1e3 * (long - short) / args.steps
             runs.append({"batch": size, "seconds": taken})
             rows.append({"batch": size, "step ms": step_ms})
             print(f"batch {size:4d}, context {args.context}: {step_ms:7.3f} ms a step")
+        memory = memory_figures(llm)
+        print(memory)
         write_results(
             args.name or f"decode_latency_{args.model.stem}",
             {
                 "model": args.model.stem,
                 "dtype": llm.info.dtype,
                 "attention_backend": llm.info.attention_backend,
-                **parallel,
+                **settings,
+                **memory,
                 "context": args.context,
                 "ready_seconds": ready if args.serving else None,
                 "startup_seconds": llm.info.startup_seconds,

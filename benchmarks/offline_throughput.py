@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import (
-    add_parallel_flags,
+    add_engine_flags,
+    engine_settings,
     markdown,
+    memory_figures,
     model_settings,
-    parallel_settings,
     seconds_since_start,
     write_results,
 )
@@ -76,7 +77,7 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="auto")
-    add_parallel_flags(parser)
+    add_engine_flags(parser)
     parser.add_argument("--max-model-len", type=int, help="default: what the lengths need")
     parser.add_argument("--max-num-seqs", type=int)
     parser.add_argument("--max-num-batched-tokens", type=int)
@@ -98,7 +99,7 @@ def main() -> None:
     with model_settings(args.model) as settings:
         llm = LLM(
             **settings,
-            **parallel_settings(args),
+            **engine_settings(args),
             skip_tokenizer_init=True,
             dtype=args.dtype,
             max_model_len=args.max_model_len or longest,
@@ -133,7 +134,8 @@ def main() -> None:
             "model": model,
             "dtype": llm.info.dtype,
             "attention_backend": llm.info.attention_backend,
-            **parallel_settings(args),
+            **engine_settings(args),
+            **memory_figures(llm),
             "prompt_tokens": prompt_tokens,
             "output_tokens": output_tokens,
             "ready_seconds": ready,

@@ -1,7 +1,8 @@
 """Measured settings, and what `jaxpaged plan` expects of them: for `calibrate` and `plan_accuracy`.
 
-A result file is understood if it is one of `decode_latency`, `offline_throughput` or `serving` on a
-card that the planner knows. Settings that a file does not spell out stand in its command.
+A result file is understood if it is one of `decode_latency`, `offline_throughput`, `engines` or
+`serving` on a card that the planner knows. Settings that a file does not spell out stand in its
+command.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.common import RESULTS
+from benchmarks.engines import CONTEXT, MODEL_LEN, OUTPUT, PROMPT, REQUESTS, STEPS
 from jaxpaged.config import EngineConfig
 from jaxpaged.models import load_spec
 from jaxpaged.planning.cost_model import CostModel
@@ -31,6 +34,7 @@ PARALLEL = {
     "pp": ("pipeline_parallel_size", "-pp"),
     "dp": ("data_parallel_size", "-dp"),
 }
+STORED = ("quantization", "kv_cache_dtype")  # settings that a result file names
 SERVING = ("output tok/s", "TTFT p50", "TPOT p50", "E2E p50")  # figures to compare
 
 
@@ -43,6 +47,7 @@ class Setting:
     gpu: str
     model: str
     dtype: str
+    stored: dict[str, Any]
     tp: int
     pp: int
     dp: int
@@ -63,11 +68,13 @@ class Setting:
 
     @cached_property
     def config(self) -> EngineConfig:
-        return EngineConfig(dtype=self.dtype, **self.limits)
+        return EngineConfig(dtype=self.dtype, **self.stored, **self.limits)
 
     @cached_property
     def layout(self) -> Layout:
-        spec = load_spec(json.loads((MODELS / f"{self.model}.json").read_text()))
+        spec = load_spec(
+            json.loads((MODELS / f"{self.model}.json").read_text()), self.config.quantization
+        )
         return Layout.of(spec, self.config, self.tp, self.pp)
 
     def cost_model(self, calibration: Calibration) -> CostModel:
@@ -127,13 +134,24 @@ def measured_settings(folder: Path = RESULTS) -> Iterator[Setting]:
             "gpu": card,
             "model": content["model"],
             "dtype": content.get("dtype", "auto"),
-            **{
-                name: int(content.get(field) or value(flags, flag, value(flags, f"--{field}", 1)))
-                for name, (field, flag) in PARALLEL.items()
-            },
+            "stored": stored(content),
+            **parallel(content, flags),
         }
         for setting in read(content, flags):
-            yield Setting(**known, **setting)
+            yield Setting(**(known | setting))
+
+
+def parallel(content: dict[str, Any], flags: list[str]) -> dict[str, int]:
+    """How many devices share the work: by a file, or by the flags of its command."""
+    return {
+        name: int(content.get(field) or value(flags, flag, value(flags, f"--{field}", 1)))
+        for name, (field, flag) in PARALLEL.items()
+    }
+
+
+def stored(content: dict[str, Any]) -> dict[str, Any]:
+    """How weights and pages are stored, by a file."""
+    return {name: content[name] for name in STORED if name in content}
 
 
 def value(flags: list[str], flag: str, default: Any) -> Any:
@@ -198,6 +216,29 @@ def _offline(content: dict[str, Any], flags: list[str]) -> Iterator[dict[str, An
     }
 
 
+def _engines(content: dict[str, Any], flags: list[str]) -> Iterator[dict[str, Any]]:
+    for engine in content["engines"]:
+        known = {"stored": stored(engine), "dtype": engine["dtype"], **parallel(engine, [])}
+        known["limits"] = engine_limits([], MODEL_LEN, 8192)
+        name = f" {engine['flags']}" if engine["flags"] else ""
+        for step in engine["steps"]:
+            short, long = (min(taken) for taken in step["seconds"].values())
+            yield known | {
+                "what": f"decode step{name}, B {step['batch']}, context {CONTEXT}",
+                "lengths": fixed(step["batch"], CONTEXT, 1 + STEPS),
+                "measured": {"step ms": step["step ms"]},
+                "fastest": long - short,
+            }
+        if engine["calls"]:
+            seconds = [call["seconds"] for call in engine["calls"]]
+            yield known | {
+                "what": f"offline{name}, {REQUESTS} x {PROMPT}/{OUTPUT}",
+                "lengths": fixed(REQUESTS, PROMPT, OUTPUT),
+                "measured": {"output tok/s": REQUESTS * OUTPUT / median(seconds)},
+                "fastest": min(seconds),
+            }
+
+
 def _serving(content: dict[str, Any], flags: list[str]) -> Iterator[dict[str, Any]]:
     for place, row in enumerate(content["rows"]):
         seed = value(flags, "--seed", 0) + place
@@ -215,5 +256,6 @@ def _serving(content: dict[str, Any], flags: list[str]) -> Iterator[dict[str, An
 READERS: dict[str, Callable[[dict[str, Any], list[str]], Iterator[dict[str, Any]]]] = {
     "decode_latency": _decode,
     "offline_throughput": _offline,
+    "engines": _engines,
     "serving": _serving,
 }

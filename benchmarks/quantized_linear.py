@@ -137,7 +137,8 @@ def main() -> int:
                     found[key] = figures
                     print(key, figures, flush=True)
                 del pool, first
-    print(write_results("quantized_linear", {"products": found}))
+            path = write_results("quantized_linear", {"products": found})
+    print(path)
     return 0 if good else 1
 
 

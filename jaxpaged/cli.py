@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 CALIBRATION_TOKENS = 512  # that see each other
 API_KEY_VARIABLE = "JAXPAGED_API_KEY"
+MODEL_HELP = "folder, .gguf file or hub id"
 ENGINE_TITLE = "engine: model, memory, scheduling"
 SERVER_TITLE = "server: HTTP"
 SAMPLING = {  # flags of generate and chat: their type and what --help says
@@ -95,13 +96,13 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         add_flags(command.add_argument_group(ENGINE_TITLE), EngineConfig)
     add_flags(commands["serve"].add_argument_group(SERVER_TITLE), ServerConfig)
     _add_sampling(commands)
-    commands["convert"].add_argument("model_tag", metavar="MODEL", help="folder or hub id")
+    commands["convert"].add_argument("model_tag", metavar="MODEL", help=MODEL_HELP)
     commands["convert"].add_argument("out", metavar="OUT", type=Path, help="folder to write")
     commands["convert"].add_argument("--revision", help="branch, tag or commit of a hub model")
     commands["convert"].add_argument("--download-dir", help="where hub files are kept")
     _add_plan(commands["plan"])
     calibrate = commands["calibrate-kv"]
-    calibrate.add_argument("model_tag", metavar="MODEL", help="folder or hub id")
+    calibrate.add_argument("model_tag", metavar="MODEL", help=MODEL_HELP)
     calibrate.add_argument(
         "out", metavar="OUT", type=Path, help=".safetensors or .json for --kv-cache-scales"
     )
@@ -113,7 +114,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
 
 def _add_plan(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "model_tag", metavar="MODEL", help="folder, hub id or a config.json under any name"
+        "model_tag", metavar="MODEL", help=f"{MODEL_HELP}, or a config.json under any name"
     )
     add_flags(command.add_argument_group("what to plan for"), PlanOptions)
     others = {field.name for field in dataclasses.fields(EngineConfig)} - set(ENGINE_SETTINGS)
@@ -191,6 +192,7 @@ def _convert(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     import jax
 
+    from jaxpaged.gguf.header import SUFFIX
     from jaxpaged.model_files import find_config
     from jaxpaged.models import load_spec
     from jaxpaged.planning.predict import predict
@@ -203,7 +205,9 @@ def _plan(args: argparse.Namespace) -> int:
     found_config = find_config(args.model_tag, config.revision, config.download_dir)
     spec = load_spec(found_config, config.quantization)
     found = predict(spec, config, options)
-    model = "MODEL" if Path(args.model_tag).is_file() else args.model_tag  # serve wants a folder
+    file = Path(args.model_tag)
+    bare = file.is_file() and file.suffix != SUFFIX  # serve wants more than a config.json
+    model = "MODEL" if bare else args.model_tag
     if options.json:
         print(json.dumps(as_json(model, config, options, found), indent=1))
     else:

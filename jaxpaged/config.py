@@ -46,7 +46,8 @@ class EngineConfig:
     """
 
     model: str | None = setting(
-        None, "folder or hub id of the model; without it the built-in demo model runs"
+        None,
+        "folder, .gguf file or hub id of the model; without it the built-in demo model runs",
     )
     tokenizer: str | None = setting(None, "folder or hub id of the tokenizer, if not the model's")
     skip_tokenizer_init: bool = setting(False, "load no tokenizer: token ids in, token ids out")
@@ -58,7 +59,7 @@ class EngineConfig:
     load_format: str = setting(
         "auto",
         "where weights come from; dummy: random weights",
-        choices=("auto", "safetensors", "orbax", "dummy"),
+        choices=("auto", "safetensors", "orbax", "gguf", "dummy"),
     )
     dtype: str = setting(
         "auto",

@@ -11,6 +11,10 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from jaxpaged.config import EngineConfig
+from jaxpaged.gguf.config import make_config
+from jaxpaged.gguf.folder import find_gguf, model_folder
+from jaxpaged.gguf.header import SUFFIX, read_gguf
+from jaxpaged.model_errors import ModelFilesError
 
 DEMO_MODEL = Path(__file__).parent / "assets" / "demo"  # what runs when no model is named
 TOKENIZER_FILE = "tokenizer.json"
@@ -18,24 +22,34 @@ PATTERNS = ("*.safetensors", "*.json", "tokenizer*", "*.jinja")
 CONFIG_FILE = "config.json"
 
 
-class ModelFilesError(OSError):
-    """A model's file or folder is missing or unreadable; one line that names it."""
-
-
 def resolve_model(
     name: str | Path | None, revision: str | None = None, download_dir: str | None = None
 ) -> Path:
-    """The folder that holds `name`: itself if it is one, else a snapshot of the hub's repository.
+    """The folder that holds `name`: itself if it is one, one made of a GGUF file, or a snapshot of
+    the hub's repository.
 
     Args:
-        name: a local folder, or a hub id such as "org/model"; None: the built-in demo model.
+        name: a local folder, a GGUF file (of a split one the first) or a folder of nothing else, or
+            a hub id such as "org/model"; None: the built-in demo model.
         revision: branch, tag or commit of a hub model.
         download_dir: where hub files are kept; default: Hugging Face's own cache.
 
     Raises:
-        ModelFilesError: no such folder, and no such repository or no way to reach the hub.
+        ModelFilesError: no such folder, and no such repository or no way to reach the hub; or a
+            GGUF file that is missing or not supported.
     """
-    return DEMO_MODEL if name is None else _folder(name, revision, download_dir, PATTERNS)
+    if name is None:
+        return DEMO_MODEL
+    gguf = _gguf_file(name)
+    return _folder(name, revision, download_dir, PATTERNS) if gguf is None else model_folder(gguf)
+
+
+def _gguf_file(name: str | Path) -> Path | None:
+    """The GGUF file that a model is, if it is one."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return None if (path / CONFIG_FILE).exists() else find_gguf(path)
+    return path if path.suffix == SUFFIX else None
 
 
 def _folder(
@@ -90,11 +104,15 @@ def read_config(path: Path) -> dict[str, Any]:
 def find_config(
     name: str, revision: str | None = None, download_dir: str | None = None
 ) -> dict[str, Any]:
-    """config.json of a folder, of a hub id (of which nothing else is fetched) or under any name.
+    """config.json of a folder, of a hub id (of which nothing else is fetched) or under any name, or
+    what stands for it in a GGUF file.
 
     Raises:
         ModelFilesError: there is none, or it is no JSON object.
     """
+    gguf = _gguf_file(name)
+    if gguf is not None:
+        return make_config(read_gguf(gguf))
     path = Path(name).expanduser()
     if path.is_file():
         return read_json(path)

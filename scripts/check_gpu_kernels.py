@@ -7,6 +7,8 @@ Attention against float64, rope_write against plain XLA.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,8 +24,14 @@ import numpy as np
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "fixtures")]
 
-from ragged_attention import attention_by_definition, in_one_byte, ragged_batch  # noqa: E402
+from ragged_attention import (  # noqa: E402
+    Ragged,
+    attention_by_definition,
+    in_one_byte,
+    ragged_batch,
+)
 
+from jaxpaged.arrays.kv_pages import MOST_BYTES  # noqa: E402
 from pallas_kernels.paged_attention_prefill import paged_attention_prefill  # noqa: E402
 from pallas_kernels.paged_attention_prefill_mosaic import (  # noqa: E402
     paged_attention_prefill_mosaic,
@@ -47,12 +55,28 @@ ONE_BYTE = ("float8_e4m3fn", "float8_e5m2", "int8")
 OPTIONS: tuple[dict[str, Any], ...] = ({}, {"window": 100, "softcap": 5.0})
 
 
+def at_the_end_of(r: Ragged, gib: int) -> Ragged:
+    """The same batch in the last pages of an array of so many GiB."""
+    count, *page = r.pages_P2KSH.shape
+    before = (gib << 30) // (r.pages_P2KSH.itemsize * math.prod(page)) - count
+    behind = [(before, 0)]
+    return dataclasses.replace(
+        r,
+        pages_P2KSH=jnp.pad(r.pages_P2KSH, behind + [(0, 0)] * len(page)),
+        page_table_BM=r.page_table_BM + before,
+        page_scales=jnp.pad(r.page_scales, behind + [(0, 0)] * 3)
+        if r.page_scales is not None and r.page_scales.ndim == 4
+        else r.page_scales,
+    )
+
+
 def check_attention(
     shape: dict[str, Any],
     dtype: str,
     kind: str,
     options: dict[str, Any],
     pages: str | None = None,
+    pool_gib: int | None = None,
 ) -> tuple[float, float]:
     """Worst difference of one case, and what is allowed; `pages` of one byte or of `dtype`."""
     decode_only = kind == "decode"
@@ -81,7 +105,8 @@ def check_attention(
         return first, attend(turned, **rest)
 
     worst = 0.0
-    got = layers(**{**vars(r), "kv_len_B": r.kv_len_B.at[EMPTY].set(0)})
+    stored = r if pool_gib is None else at_the_end_of(r, pool_gib)
+    got = layers(**{**vars(stored), "kv_len_B": r.kv_len_B.at[EMPTY].set(0)})
     for sign, out in zip((1, -1), got, strict=True):
         want = attention_by_definition(r, scale=sign * 0.1, **options)
         want[EMPTY] = 0
@@ -95,10 +120,15 @@ def check_rope_write(
     kind: str,
     options: dict[str, Any],
     pages: str | None = None,
+    pool_gib: int | None = None,
 ) -> tuple[float, float]:
     """Worst difference from the plain version, in queries and pages, and what is allowed."""
     T, P = 300, 64
     N, K, H, S = shape["N"], shape["K"], shape["H"], shape.get("S", 16)
+    before = 0
+    if pool_gib is not None:
+        size = 2 * K * S * H * np.dtype(pages or dtype).itemsize
+        before = (pool_gib << 30) // size - P
     rng = np.random.default_rng(0)
 
     def normal(*size: int, dtype: str = dtype) -> jax.Array:
@@ -111,14 +141,19 @@ def check_rope_write(
         normal(T, K, N // K + 2, H),
         jnp.asarray(np.cos(angle), jnp.float32),
         jnp.asarray(np.sin(angle), jnp.float32),
-        normal(P, 2, K, S, H, dtype=dtype if pages is None else "float32").astype(pages or dtype),
-        jnp.asarray(place_T // S),
+        jnp.pad(
+            normal(P, 2, K, S, H, dtype=dtype if pages is None else "float32").astype(
+                pages or dtype
+            ),
+            [(before, 0)] + [(0, 0)] * 4,
+        ),
+        jnp.asarray(before + place_T // S),
         jnp.asarray(place_T % S),
         (normal(H), normal(H)) if options["norm"] else None,
     )
     scales = None
     if pages is not None:
-        scales = jnp.full((P, 2, K, S) if pages == "int8" else (2, K), 0.05)
+        scales = jnp.full((before + P, 2, K, S) if pages == "int8" else (2, K), 0.05)
     got, want = (
         jax.jit(partial(write, eps=1e-6, plus_one=options["plus_one"]))(
             *arguments, page_scales=scales
@@ -131,7 +166,7 @@ def check_rope_write(
             for q, values, x in (got, want)
         )
     differences = [
-        np.abs(np.asarray(a.astype("float32") - b.astype("float32"))).max()
+        np.asarray(jnp.abs(a.astype("float32") - b.astype("float32")).max())
         for a, b in zip(got[:2], want[:2], strict=True)
     ]
     if pages is not None:  # a rounding apart may cross a border: one step of the largest value
@@ -156,6 +191,12 @@ def cases(dtypes: Sequence[str]) -> Iterator[tuple[Callable[..., tuple[float, fl
     for shape, dtype in product(SHAPES, dtypes):
         for norm, plus_one in ((False, False), (True, True)):
             yield check_rope_write, (shape, dtype, "rope", {"norm": norm, "plus_one": plus_one})
+    # Pools whose ends 32 bits do not reach, and the largest of one byte that they do.
+    plain = {"norm": False, "plus_one": False}
+    for pages, gib in ((None, 5), ("float8_e4m3fn", MOST_BYTES >> 30), ("int8", MOST_BYTES >> 30)):
+        for kind in ("decode", "triton", "mosaic")[: 3 if pages is None else 2]:
+            yield check_attention, (SHAPES[0], "bfloat16", kind, OPTIONS[0], pages, gib)
+        yield check_rope_write, (SHAPES[0], "bfloat16", "rope", plain, pages, gib)
 
 
 def run(case: tuple[Callable[..., tuple[float, float]], Any]) -> bool:

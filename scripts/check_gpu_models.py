@@ -1,10 +1,11 @@
 """Compare greedy float32 tokens of every family on this machine's GPU with transformers'.
 
-    python scripts/check_gpu_models.py [--real-model DIR]
+    python scripts/check_gpu_models.py [--real-model DIR] [-tp N] [-pp N]
 
 The tiny models' tokens stand in tests/fixtures/references.safetensors, the real model's in
 gemma3_270m_golden.json; the engine runs with its own choice of attention, in batches, chunks and
-with overlap. Prints a line a model and writes benchmarks/results/gpu_models.json.
+with overlap, on as many devices as -tp and -pp say. Prints a line a model and writes
+benchmarks/results/gpu_models.json, or gpu_models_tp2_pp1.json and so on.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ sys.path[:0] = [str(ROOT), str(FIXTURES)]
 
 import tiny_models  # noqa: E402
 
-from benchmarks.common import write_results  # noqa: E402
+from benchmarks.common import add_engine_flags, engine_settings, write_results  # noqa: E402
 from jaxpaged import LLM, SamplingParams  # noqa: E402
+from jaxpaged.models import load_spec  # noqa: E402
+from jaxpaged.models.spread import spread_spec  # noqa: E402
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
@@ -60,22 +63,32 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--real-model", type=Path, help="folder of Gemma 3 270M")
     parser.add_argument("--names", nargs="*", default=list(tiny_models.CONFIGS))
+    add_engine_flags(parser)
     args = parser.parse_args()
+    settings = engine_settings(args)
+    tp, pp = settings["tensor_parallel_size"], settings["pipeline_parallel_size"]
     references = load_file(FIXTURES / "references.safetensors")
     rows = []
     for name in args.names:
+        try:
+            spread_spec(load_spec(tiny_models.CONFIGS[name]), tp)
+        except ValueError as error:
+            print("none", {"model": name}, error, flush=True)
+            continue
         with tempfile.TemporaryDirectory() as folder:
             path = tiny_models.write_model(Path(folder), tiny_models.CONFIGS[name])
             want = references[f"{name}/tokens"].tolist()
             # Less than the prompts: they are cut into chunks, and steps are mixed.
-            rows.append(compare(name, path, tiny_models.prompts(), want, max_num_batched_tokens=32))
+            limits = settings | {"max_num_batched_tokens": 32}
+            rows.append(compare(name, path, tiny_models.prompts(), want, **limits))
     if args.real_model is not None:
         cases = json.loads((FIXTURES / "gemma3_270m_golden.json").read_text())["cases"]
         prompts, want = ([case[key] for case in cases] for key in ("prompt_ids", "output_ids"))
-        rows.append(compare("gemma-3-270m", args.real_model, prompts, want, max_model_len=2048))
+        limits = settings | {"max_model_len": 2048}
+        rows.append(compare("gemma-3-270m", args.real_model, prompts, want, **limits))
     write_results(
-        "gpu_models",
-        {"platform": jax.default_backend(), "jax_version": jax.__version__, "rows": rows},
+        "gpu_models" if tp * pp == 1 else f"gpu_models_tp{tp}_pp{pp}",
+        {"platform": jax.default_backend(), **settings, "rows": rows},
     )
     return int(any(row["equal"] != row["tokens"] for row in rows))
 

@@ -18,8 +18,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--real-model",
         type=Path,
-        metavar="DIR",
-        help="folder of a Hugging Face checkpoint; runs the tests marked real_model against it",
+        metavar="MODEL",
+        help="folder of a Hugging Face checkpoint, or GGUF file, for the tests marked real_model",
     )
 
 
@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--real-model") is None:
-        skip = pytest.mark.skip(reason="needs --real-model DIR")
+        skip = pytest.mark.skip(reason="needs --real-model MODEL")
         for item in items:
             if "real_model" in item.keywords:
                 item.add_marker(skip)
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def real_model(request: pytest.FixtureRequest) -> Path:
-    """The folder given with --real-model; for tests marked real_model."""
+    """What was given with --real-model; for tests marked real_model."""
     return request.config.getoption("--real-model")
 
 

@@ -28,11 +28,10 @@ INDIRECT = {
     "httptools": "uvicorn's HTTP parser",
     "jinja2": "transformers' chat templates",
     "ml-dtypes": "bfloat16 of NumPy arrays",
-    "tokenizers": "transformers' fast tokenizers",
     "uvloop": "uvicorn's event loop",
 }
 # Imported when a flag or Ray Serve asks for it; an extra holds what provides it.
-OPTIONAL = {"opentelemetry", "ray"}
+OPTIONAL = {"gguf", "opentelemetry", "ray"}
 MUTABLE_MAKERS = {
     *("list", "dict", "set", "bytearray", "deque", "defaultdict", "Counter", "OrderedDict"),
     *("ContextVar", "local", "Lock", "RLock", "Event", "Queue"),

@@ -40,7 +40,7 @@ class LLM:
     Ctrl-C in the middle of a call aborts the call's requests and leaves the instance usable.
 
     Args:
-        model: folder or hub id; without it the built-in demo model runs.
+        model: folder, .gguf file or hub id; without it the built-in demo model runs.
 
     Raises:
         ValueError, OSError: settings, model or memory do not fit together; one line.

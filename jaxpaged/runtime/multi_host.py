@@ -10,6 +10,7 @@ import jax
 
 from jaxpaged import model_files
 from jaxpaged.config import EngineConfig
+from jaxpaged.gguf.header import SUFFIX
 from jaxpaged.parallel.hosts import Group, OnLoss, join
 from jaxpaged.parallel.meeting import Place
 from jaxpaged.runtime.command_stream import received
@@ -76,7 +77,7 @@ def _files(folder: Path) -> str:
     sizes = sorted(
         (str(path.relative_to(folder)), path.stat().st_size)
         for path in folder.rglob("*")
-        if path.suffix == ".safetensors"
+        if path.suffix in (".safetensors", SUFFIX)
     )
     return f"{model_files.read_config(folder)} {sizes}"
 

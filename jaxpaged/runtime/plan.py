@@ -111,7 +111,13 @@ class EnginePlan:
             budget // self.kv.part(layers).page_bytes - 1
             for budget, layers in zip(budgets, self.stages, strict=True)
         ]
-        num_pages = config.num_gpu_blocks_override or min(*fitting, useful)
+        most = [] if self.kv.most_pages is None else [self.kv.most_pages - 1]
+        num_pages = config.num_gpu_blocks_override or min(*fitting, useful, *most)
+        if most and num_pages > most[0]:
+            raise ValueError(
+                f"--num-gpu-blocks-override {num_pages} is more than the {most[0]} pages that "
+                f"kernels can address in {self.kv.dtype.name}."
+            )
         max_model_len = self.max_model_len
         if config.max_model_len == "auto":
             max_model_len = needs.longest(num_pages, max_model_len)

@@ -21,6 +21,7 @@ from jaxpaged.models.spec import ModelSpec
 from jaxpaged.models.spread import spread_leaf
 from jaxpaged.parallel.sharding import put, tensor_sharding
 from jaxpaged.quantization import KERNEL, Quantized, UnsupportedQuantizationError
+from jaxpaged.runtime.gguf_files import GgufFiles
 from jaxpaged.runtime.kv_scales import is_kv_scale
 from jaxpaged.runtime.quantized_leaves import (
     Leaves,
@@ -88,8 +89,11 @@ class SafetensorFiles:
         return np.frombuffer(data, ml_dtypes.float8_e4m3fn).reshape(shape)
 
 
+Files = SafetensorFiles | GgufFiles  # the same names and values
+
+
 def load_leaves(
-    files: SafetensorFiles, leaves: Leaves, whole: Collection[str], spec: ModelSpec
+    files: Files, leaves: Leaves, whole: Collection[str], spec: ModelSpec
 ) -> Iterator[tuple[str, jax.Array, int]]:
     """Every leaf with its name and the bytes read for it, packed on the device in its dtype.
 
@@ -131,7 +135,7 @@ def load_leaves(
 
 
 def _load_quantized(
-    files: SafetensorFiles, rule: Rule, quantized: Quantized, leaves: Leaves, spec: ModelSpec
+    files: Files, rule: Rule, quantized: Quantized, leaves: Leaves, spec: ModelSpec
 ) -> Iterator[tuple[str, jax.Array, int]]:
     """The leaves that stand in a kernel's place."""
     targets = kernel_leaves(leaves, rule.leaf)
@@ -162,7 +166,7 @@ def _load_quantized(
         yield rule.leaf.removesuffix("kernel") + name, leaf, num_bytes if name == KERNEL else 0
 
 
-def _misfit(files: SafetensorFiles, tensors: dict[str, np.ndarray]) -> ModelFilesError:
+def _misfit(files: Files, tensors: dict[str, np.ndarray]) -> ModelFilesError:
     shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
     return ModelFilesError(f"{files.path}: shapes do not fit config.json: {shapes}")
 
@@ -190,7 +194,7 @@ def _packing(pack: Pack, spec: ModelSpec, name: str, target: jax.ShapeDtypeStruc
     return jax.jit(make, out_shardings=target.sharding)
 
 
-def _check_names(files: SafetensorFiles, rules: Sequence[Rule], spec: ModelSpec) -> None:
+def _check_names(files: Files, rules: Sequence[Rule], spec: ModelSpec) -> None:
     wanted: set[str] = set()
     optional = {HEAD} if spec.tie_embeddings else set()
     for rule in rules:
@@ -215,7 +219,7 @@ def _check_names(files: SafetensorFiles, rules: Sequence[Rule], spec: ModelSpec)
         raise ModelFilesError(f"{files.path}: the checkpoint {'; it '.join(problems)}")
 
 
-def _check_tied(files: SafetensorFiles, embedding: np.ndarray) -> None:
+def _check_tied(files: Files, embedding: np.ndarray) -> None:
     if not np.array_equal(files.read(HEAD), embedding):
         raise ModelFilesError(
             f"{files.path}: {HEAD} differs from {EMBEDDING}, but config.json ties them "

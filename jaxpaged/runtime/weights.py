@@ -18,6 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import SingleDeviceSharding
 from tqdm import tqdm
 
+from jaxpaged.gguf.folder import find_gguf
 from jaxpaged.model_files import ModelFilesError
 from jaxpaged.models.decoder import Decoder, Params, abstract_params
 from jaxpaged.models.prefetch import is_matrix
@@ -25,6 +26,7 @@ from jaxpaged.models.spec import ModelSpec
 from jaxpaged.models.spread import spread_leaf
 from jaxpaged.parallel.sharding import HOST, param_shardings, put, tensor_sharding
 from jaxpaged.quantization import KERNEL, Arrays, Quantized
+from jaxpaged.runtime.gguf_files import GgufFiles
 from jaxpaged.runtime.kv_scales import LEAF, is_kv_scale, load_kv_scales, read_scales
 from jaxpaged.runtime.quantized_leaves import Leaves, kernel_leaves, quantize_rows, stored_shape
 from jaxpaged.runtime.safetensor_files import (
@@ -56,8 +58,8 @@ def load_params(
     Args:
         path: the model's folder.
         device: where they go if the model has no mesh; None: the first.
-        load_format: safetensors, orbax (what `checkpoint.convert` wrote), dummy (random weights)
-            or auto: whichever of the first two the folder holds.
+        load_format: safetensors, orbax (what `checkpoint.convert` wrote), gguf, dummy (random
+            weights) or auto: whichever of the first three the folder holds.
         seed: of random weights.
         progress: show a bar.
         kv_scales: file of the scales of keys and values, for pages that want them; None: the
@@ -80,14 +82,14 @@ def load_params(
     loaded: Iterator[tuple[str, jax.Array, int]] = iter(())
     if load_format == "orbax":
         if any(layer.quantization.made_while_loading for layer in model.spec.layers):
-            raise ModelFilesError(f"--quantization reads safetensors, and {path} is Orbax")
+            raise ModelFilesError(f"--quantization reads safetensors or GGUF, and {path} is Orbax")
         params = flatten_dict(_restore(path, model, leaves, whole), sep="/")
         total = 0
     elif load_format == "dummy":
         loaded = _random_leaves(model, leaves, whole, seed)
         total = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values())
     else:
-        files = SafetensorFiles(path)
+        files = GgufFiles(path) if load_format == "gguf" else SafetensorFiles(path)
         loaded = load_leaves(files, leaves, whole, model.spec)
         total = files.num_bytes * _num_elements(leaves) // _num_elements(whole)
     params |= load_kv_scales(scale_leaves, model.spec, scales, str(kv_scales or path))
@@ -131,17 +133,20 @@ def abstract_leaves(model: Decoder, device: jax.Device | None = None) -> Leaves:
 
 
 def find_format(path: Path) -> str:
-    """What a model folder holds: safetensors or orbax.
+    """What a model folder holds: safetensors, orbax or gguf.
 
     Raises:
-        ModelFilesError: neither.
+        ModelFilesError: none of them.
     """
     if (path / SINGLE_FILE).exists() or (path / INDEX_FILE).exists():
         return "safetensors"
     if (path / ORBAX_FOLDER).is_dir():
         return "orbax"
+    if find_gguf(path) is not None:
+        return "gguf"
     raise ModelFilesError(
-        f"{path} holds no weights: neither {SINGLE_FILE}, {INDEX_FILE} nor a folder {ORBAX_FOLDER}"
+        f"{path} holds no weights: neither {SINGLE_FILE}, {INDEX_FILE}, a .gguf file nor a folder "
+        f"{ORBAX_FOLDER}"
     )
 
 

@@ -1,5 +1,6 @@
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -108,3 +109,21 @@ def test_the_stage_that_can_hold_fewest_pages_decides() -> None:
     page = made.kv.page_bytes // 3
     assert made.with_pages(config, 2 * page * 21, page * 31).kv.num_pages == 20 + 1
     assert made.with_pages(config, 2 * page * 31, page * 21).kv.num_pages == 20 + 1
+
+
+def test_pages_of_one_byte_stay_where_32_bits_find_them() -> None:
+    spec = load_spec(LLAMA | {"max_position_embeddings": 1 << 20})
+
+    def most(dtype: str, **settings: Any) -> int:
+        config = EngineConfig(kv_cache_dtype=dtype, max_num_seqs=1 << 12, **settings)
+        made = make_plan(config, spec, jnp.dtype("bfloat16"), "gpu", serving=True)
+        kv = made.with_pages(config, 1 << 42).kv
+        values = jax.eval_shape(kv.zeros)[0].values_P2KSH
+        return values.size
+
+    one_page = 2 * spec.num_kv_heads * 16 * spec.head_dim
+    assert 2**31 - one_page < most("fp8") <= 2**31
+    assert 2**31 - one_page < most("int8") <= 2**31
+    assert most("auto") > 2**32
+    with pytest.raises(ValueError, match=r"--num-gpu-blocks-override .* in int8"):
+        most("int8", num_gpu_blocks_override=2**31 // one_page)
