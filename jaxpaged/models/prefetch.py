@@ -17,8 +17,8 @@ MATRICES = ("kernel", KERNEL)
 
 
 def is_matrix(name: str) -> bool:
-    """Whether a layer's leaf is of those that go to host memory: norms, biases and scales are read
-    where they are, for they are small and a copy's start costs as much as theirs would.
+    """Whether a layer's leaf may go to host memory. Norms, biases and scales are small: to start
+    their copies would take longer than to make them.
     """
     return name.rpartition("/")[2] in MATRICES
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 
 import jax
@@ -34,9 +35,10 @@ def offload(model: Decoder, gib: float, device: jax.Device | None = None) -> Dec
             sizes[int(name.partition("/")[0].removeprefix("layers_"))] += shard_bytes(leaf)
     total = sum(sizes.values())
     if gib * GIB > total:
+        most = math.floor(100 * total / GIB) / 100
         raise ValueError(
-            f"--cpu-offload-gb {gib:g} is more than all layers hold: at most {total / GIB:.2f} "
-            "GiB of a device's weights can be offloaded"
+            f"--cpu-offload-gb {gib:g} is more than all layers hold: at most {most:.2f} GiB of a "
+            "device's weights can be offloaded"
         )
     choices = (spaced(model.own_layers, count) for count in range(1, len(sizes) + 1))
     layers = next(
