@@ -29,6 +29,7 @@ from jaxpaged.flags import add_flags
 RESULTS = Path(__file__).parent / "results"
 SHOWN_PERCENTILES = (50, 90, 99)
 COMPARED = (
+    "cpu_offload_gb",
     "tensor_parallel_size",
     "disable_custom_all_reduce",
     "pipeline_parallel_size",

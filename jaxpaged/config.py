@@ -80,6 +80,11 @@ class EngineConfig:
     quantize_lm_head: bool = setting(
         False, "with --quantization: store the matrix that scores the vocabulary so, too"
     )
+    cpu_offload_gb: float = setting(
+        0.0,
+        "GiB of the layers' matrices, of each device, that stay in host memory: every step copies "
+        "them to the device while other layers are computed, and takes as long as that",
+    )
     tensor_parallel_size: int = setting(
         1, "devices that share the model, each holding a part of it", short="-tp"
     )
@@ -204,6 +209,7 @@ class EngineConfig:
             object.__setattr__(self, "max_model_len", "auto")
         require(self, "seed", -(2**63) <= self.seed < 2**63, "a 64-bit int")
         require(self, "gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "in (0, 1]")
+        require(self, "cpu_offload_gb", 0 <= self.cpu_offload_gb < float("inf"), "at least 0")
         require(self, "block_size", self.block_size in (16, 32, 64, 128), "16, 32, 64 or 128")
         for name in (
             "tensor_parallel_size",

@@ -203,10 +203,10 @@ def _start(
     # Imported here: the share of GPU memory must be settled before JAX starts its backend, and
     # the time that the import takes is reported.
     from jaxpaged.engine.engine_core import EngineCore
-    from jaxpaged.runtime.memory import claim_gpu_memory
+    from jaxpaged.runtime.memory import claim_memory
     from jaxpaged.runtime.multi_host import join_hosts
 
-    claim_gpu_memory(config.gpu_memory_utilization)
+    claim_memory(config)
     imported = time.perf_counter() - began
     try:
         group = join_hosts(config, on_loss)

@@ -17,7 +17,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine.core_process import LOSS_SECONDS
 from jaxpaged.error_log import log_to_stderr
 from jaxpaged.parallel.hosts import end_process
-from jaxpaged.runtime.memory import claim_gpu_memory
+from jaxpaged.runtime.memory import claim_memory
 from jaxpaged.runtime.multi_host import follow
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def main() -> int:
     logging.getLogger("jax._src").setLevel(logging.WARNING)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
-    claim_gpu_memory(config.gpu_memory_utilization)
+    claim_memory(config)
     try:
         follow(config, end_process)
     except (ValueError, OSError) as error:

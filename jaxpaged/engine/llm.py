@@ -23,7 +23,7 @@ from jaxpaged.engine.output_processor import OutputProcessor
 from jaxpaged.engine.tokenizer import Tokenizer, generation_defaults
 from jaxpaged.outputs import RequestOutput
 from jaxpaged.parallel.hosts import end_process
-from jaxpaged.runtime.memory import claim_gpu_memory
+from jaxpaged.runtime.memory import claim_memory
 from jaxpaged.runtime.multi_host import join_hosts
 from jaxpaged.sampling_params import SamplingParams
 
@@ -58,7 +58,7 @@ class LLM:
         if xla_bridge.backends_are_initialized():
             log.info("the JAX backend runs already: its own memory limit holds")
         else:
-            claim_gpu_memory(self.config.gpu_memory_utilization)
+            claim_memory(self.config)
         folder = model_files.resolve_model(
             self.config.model, self.config.revision, self.config.download_dir
         )

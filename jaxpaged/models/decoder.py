@@ -18,6 +18,7 @@ from jaxpaged.layers.linear import Linear
 from jaxpaged.layers.norm import RMSNorm
 from jaxpaged.layers.rope import rope_tables
 from jaxpaged.models.decoder_layer import EMBEDDING, SharedDecoderLayer, fuses
+from jaxpaged.models.prefetch import WINDOW, fetch
 from jaxpaged.models.spec import ModelSpec
 from pallas_kernels.rms_norm import Rows
 
@@ -36,6 +37,7 @@ class Decoder(nn.Module):
         part: the layers of a stage, if several share the model; None: all of them. The first stage
             embeds tokens, the last one has the final norm and the head.
         stores_to_peers: the devices of the mesh make small sums by stores into each other's memory.
+        host_layers: indices of those whose matrices lie in host memory.
     """
 
     spec: ModelSpec
@@ -45,6 +47,7 @@ class Decoder(nn.Module):
     mesh: Mesh | None = None
     part: range | None = None
     stores_to_peers: bool = False
+    host_layers: tuple[int, ...] = ()
 
     @property
     def own_layers(self) -> range:
@@ -156,12 +159,19 @@ class Decoder(nn.Module):
         # Which norm comes first in the next stage, this one does not know.
         norms.append(self.final_norm.scale if self.is_last else None)
         rows = Rows(x_TD)
+        layers: dict[int, Callable[..., Any]] = {index: self.layers[str(index)] for index in own}
+        for index in self.host_layers[:WINDOW]:
+            layers[index], rows = fetch(self.layers[str(index)], after=rows)
+        successors = dict(zip(self.host_layers, self.host_layers[WINDOW:], strict=False))
         for index, next_scale_D in zip(own, norms, strict=True):
             group, array = kv.place(index)
             rope = ropes[self.spec.layers[index].rope]
-            rows, pages[array] = self.layers[str(index)](
+            rows, pages[array] = layers[index](
                 rows, next_scale_D, rope, pages[array], batches[group], places[group]
             )
+            if index in successors:  # there is room on the device again
+                following = successors[index]
+                layers[following], rows = fetch(self.layers[str(following)], after=rows)
         return rows.x, tuple(pages)
 
     def logits(self, hidden_RD: jax.Array) -> jax.Array:
@@ -198,6 +208,7 @@ def head_params(params: Params) -> Params:
 
 def abstract_params(model: Decoder) -> Params:
     """Shapes, dtypes and logical axes of the parameters; nothing is computed."""
+    model = model.clone(host_layers=())  # there is nothing to copy yet
     one = jnp.zeros((1,), jnp.int32)
     batch = StepBatch(
         token_T=one,

@@ -18,6 +18,8 @@ from pallas_kernels.rms_norm import Rows
 # Axes not named here are whole on every device.
 RULES = {"kv_heads": MODEL, "ffn": MODEL, "vocab": MODEL}
 
+HOST = "pinned_host"  # the host's memory that devices copy from by themselves, as JAX names it
+
 KV_PAGES_AXES = (None, None, "kv_heads")  # [P, 2, K, S, H], and scales [P, 2, K, S]
 LAYER_SCALES_AXES = (None, "kv_heads")  # [2, K]
 QKV_AXES = (None, "kv_heads", None, None)  # [T, K, X, H]

@@ -73,6 +73,7 @@ def compile_options(
     width: int = 0,
     rounds_rows: Set[bool] = frozenset(),
     devices: int = 1,
+    copies: int = 0,
 ) -> dict[str, Any]:
     """XLA's options for an executable of an engine.
 
@@ -82,12 +83,17 @@ def compile_options(
         width: of the model's hidden states.
         rounds_rows: of the schemes of its quantized weights, if it has any.
         devices: that share them.
+        copies: from host memory that are to be under way at a time.
     """
     if platform == "cpu":
         # The time goes to library products: less work on the rest compiles a quarter faster and
         # runs no slower (measured with 55M parameters, 12 layers).
         return {"xla_backend_optimization_level": 1}
     options: dict[str, Any] = {}
+    if platform == "gpu" and copies:
+        # By default XLA schedules two, and lets the step wait for one before it starts the third.
+        options["xla_gpu_enable_latency_hiding_scheduler"] = True
+        options["xla_gpu_experimental_parallel_async_compute_limit"] = copies
     if platform == "gpu" and rounds_rows == {True}:
         options |= CUBLAS_ALONE
     if platform == "gpu" and 64 <= tokens <= 256 and width >= 2048 and not rounds_rows:

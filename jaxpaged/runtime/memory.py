@@ -12,21 +12,30 @@ from typing import Any
 
 import jax
 
-from jaxpaged.config import GIB
+from jaxpaged.config import GIB, EngineConfig
+from jaxpaged.parallel.sharding import HOST
 
 log = logging.getLogger(__name__)
 
 FRAGMENTATION_MARGIN = 0.01  # share of the limit kept free: XLA's allocator can't use every hole
 DEFAULT_CPU_PAGE_BYTES = GIB
 ALIGNMENT = 256  # bytes; of XLA's allocator
+# Pinned host memory that XLA may take: weights with what does not fit between them, and the rest of
+# the last layer and arrays on their way (GiB). It grows by doubling, so the limit is what it takes.
+HOST_HOLES, HOST_OTHERS = 1.1, 8
 
 
-def claim_gpu_memory(utilization: float) -> None:
-    """Let XLA take `utilization` of each card; only before the backend starts.
+def claim_memory(config: EngineConfig) -> None:
+    """Let XLA take its share of each card, and of the host what offloaded weights need; only before
+    the backend starts.
 
-    XLA reads this share from the environment alone and would take 75 % by default.
+    XLA reads both from the environment alone, and would take 75 % and at most 64 GB by default.
     """
-    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{utilization:.3f}"
+    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{config.gpu_memory_utilization:.3f}"
+    if config.cpu_offload_gb:
+        here = config.num_devices // config.num_hosts
+        most = HOST_HOLES * config.cpu_offload_gb * here + HOST_OTHERS
+        os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] = str(math.ceil(most))
 
 
 @dataclass(frozen=True)
@@ -86,13 +95,17 @@ def report_outside_pool(device: jax.Device) -> None:
         )
 
 
+def shard_bytes(leaf: Any) -> int:
+    """Bytes of each device's part of a (maybe abstract) array."""
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
 def resident_bytes(tree: Any) -> int:
-    """What XLA's allocator takes on each device for the arrays of a (maybe abstract) pytree."""
-
-    def size(leaf: Any) -> int:
-        return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-
-    sizes = map(size, jax.tree.leaves(tree))
+    """What XLA's allocator takes on each device for the arrays of a (maybe abstract) pytree; those
+    in host memory take nothing there.
+    """
+    on_devices = [leaf for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind != HOST]
+    sizes = map(shard_bytes, on_devices)
     return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
 
 
@@ -138,7 +151,7 @@ def page_budget(
         advice = (
             f"gpu_memory_utilization {needed:.2f} is the smallest that would do"
             if needed <= 1
-            else "the model does not fit this device"
+            else "the model does not fit this device: see --quantization and --cpu-offload-gb"
         )
         raise ValueError(
             f"No memory is left for KV pages: weights and step temporaries take "

@@ -14,6 +14,8 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxpaged.core.buckets import Bucket, Buckets
 from jaxpaged.models.decoder import Decoder, Params, head_params
+from jaxpaged.models.prefetch import WINDOW
+from jaxpaged.models.spec import PRODUCTS
 from jaxpaged.parallel.sharding import kv_pages_sharding, replicated
 from jaxpaged.runtime.batch_builder import TABLE_UPDATES
 from jaxpaged.runtime.compilation import Program, compile_options
@@ -109,8 +111,11 @@ def all_keys(model: Decoder, buckets: Buckets, input_sizes: Sequence[int]) -> li
 
 def largest_keys(model: Decoder, buckets: Buckets) -> list[Key]:
     """The executables that may need the most scratch memory."""
-    forward = Forward(buckets.forward[-1])
-    return [forward, Sample(buckets.scoring_rows[-1], "full")] if model.is_last else [forward]
+    largest = [buckets.forward[-1]]
+    if model.host_layers:  # a short step may copy further ahead
+        largest += [bucket for bucket in buckets.forward if bucket.decode_only][-1:]
+    keys: list[Key] = [*map(Forward, largest)]
+    return [*keys, Sample(buckets.scoring_rows[-1], "full")] if model.is_last else keys
 
 
 def smallest_keys(buckets: Buckets) -> list[Key]:
@@ -163,6 +168,7 @@ class Programs:
                         self.model.spec.width,
                         {scheme.rounds_rows for scheme in self.model.spec.schemes},
                         1 if self.model.mesh is None else self.model.mesh.size,
+                        WINDOW * len(PRODUCTS) if self.model.host_layers else 0,
                     ),
                 )
             case Sample(num_rows, variant):

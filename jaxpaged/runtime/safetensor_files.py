@@ -172,7 +172,8 @@ def _misfit(files: Files, tensors: dict[str, np.ndarray]) -> ModelFilesError:
 
 
 def _put(tensor: np.ndarray, split_axis: int, target: jax.ShapeDtypeStruct) -> jax.Array:
-    sharding = target.sharding
+    # Packed on the device, wherever the leaf goes.
+    sharding = target.sharding.with_memory_kind("device")
     if isinstance(sharding, NamedSharding):
         sharding = tensor_sharding(tensor.shape, split_axis, sharding)
     return put(tensor, sharding)

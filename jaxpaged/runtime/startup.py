@@ -36,6 +36,7 @@ from jaxpaged.runtime.memory import (
     scarcest_memory,
 )
 from jaxpaged.runtime.model_runner import ModelRunner
+from jaxpaged.runtime.offload import offload
 from jaxpaged.runtime.plan import EnginePlan, make_plan, model_dtype
 from jaxpaged.runtime.programs import (
     Forward,
@@ -112,6 +113,11 @@ def start_runner(config: EngineConfig, *, serving: bool, group: Group | None = N
         )
         for own, part in zip(devices_of, parts, strict=True)
     ]
+    if config.cpu_offload_gb:
+        models = [
+            offload(model, config.cpu_offload_gb, own[0])
+            for model, own in zip(models, here, strict=True)
+        ]
     least_of_hosts = None if group is None else group.minimum
     start = StartUp(
         config,

@@ -21,9 +21,10 @@ from tqdm import tqdm
 from jaxpaged.gguf.folder import find_gguf
 from jaxpaged.model_files import ModelFilesError
 from jaxpaged.models.decoder import Decoder, Params, abstract_params
+from jaxpaged.models.prefetch import is_matrix
 from jaxpaged.models.spec import ModelSpec
 from jaxpaged.models.spread import spread_leaf
-from jaxpaged.parallel.sharding import param_shardings, put, tensor_sharding
+from jaxpaged.parallel.sharding import HOST, param_shardings, put, tensor_sharding
 from jaxpaged.quantization import KERNEL, Arrays, Quantized
 from jaxpaged.runtime.gguf_files import GgufFiles
 from jaxpaged.runtime.kv_scales import LEAF, is_kv_scale, load_kv_scales, read_scales
@@ -121,6 +122,10 @@ def abstract_leaves(model: Decoder, device: jax.Device | None = None) -> Leaves:
         shardings = dict.fromkeys(leaves, SingleDeviceSharding(device or jax.local_devices()[0]))
     else:
         shardings = flatten_dict(param_shardings(boxed, model.mesh), sep="/")
+    hosted = tuple(f"layers_{index}/" for index in model.host_layers)
+    for name in leaves:
+        if name.startswith(hosted) and is_matrix(name):
+            shardings[name] = shardings[name].with_memory_kind(HOST)
     return {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[name])
         for name, leaf in leaves.items()

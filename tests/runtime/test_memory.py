@@ -1,10 +1,17 @@
+import os
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from jaxpaged.config import GIB
-from jaxpaged.runtime.memory import PageNeeds, check_model_len, page_budget, scarcest_memory
+from jaxpaged.config import GIB, EngineConfig
+from jaxpaged.runtime.memory import (
+    PageNeeds,
+    check_model_len,
+    claim_memory,
+    page_budget,
+    scarcest_memory,
+)
 
 
 def test_windowed_groups_need_their_window_and_a_chunk_only() -> None:
@@ -49,6 +56,19 @@ def test_budget_is_what_the_limit_leaves() -> None:
     assert budget(stats, resident_bytes=10 * GIB) == 49 * GIB
     assert budget(stats, kv_cache_memory_bytes=123) == 123
     assert budget(None) == GIB
+
+
+def test_xla_may_take_what_offloaded_weights_need_of_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+    for name in ("XLA_PYTHON_CLIENT_MEM_FRACTION", limit):
+        monkeypatch.setenv(name, "none")  # so that the test's own are forgotten
+    claim_memory(EngineConfig())
+    assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.920"
+    assert os.environ[limit] == "none"
+    claim_memory(EngineConfig(cpu_offload_gb=40, tensor_parallel_size=2))
+    assert os.environ[limit] == "96"  # 1.1 x 80 and 8
 
 
 def test_no_room_names_the_utilization_that_would_do() -> None:
