@@ -52,10 +52,12 @@ class ArraySpec:
     Attributes:
         dtype: as it is stored.
         terms: values along the axis that is summed over; None: one value an output.
+        unit: of these values, that a device has together.
     """
 
     dtype: Any
     terms: int | None = None
+    unit: int = 1
 
     def shape(self, name: str, outputs: tuple[int, ...]) -> tuple[int, ...]:
         """Of the array of this name in a product with these outputs."""
@@ -79,8 +81,8 @@ def divides(arrays: Mapping[str, ArraySpec], parts: int) -> bool:
     """Whether the terms of a product may be dealt out to so many devices: in their order, and in
     whole groups.
     """
-    sizes = [array.terms for array in arrays.values() if array.terms is not None]
-    return parts == 1 or (ORDER not in arrays and all(size % parts == 0 for size in sizes))
+    units = [array.terms // array.unit for array in arrays.values() if array.terms is not None]
+    return parts == 1 or (ORDER not in arrays and all(count % parts == 0 for count in units))
 
 
 def arrange(name: str, rows: jax.Array, has_terms: bool) -> jax.Array:

@@ -75,9 +75,10 @@ class WeightOnly:
                 f"a product sums over {size} terms: 4 bits are packed in fours"
             )
         stored = jnp.dtype("uint16" if self.storage == "int4" else self.storage)
+        unit = math.gcd(size, RUN) // PACKED if self.storage == "int4" else 1
         groups = None if self.group is None else size // self.group_size(size)
         arrays = {
-            KERNEL: ArraySpec(stored, size // self.packed),
+            KERNEL: ArraySpec(stored, size // self.packed, unit),
             "kernel_scale": ArraySpec(jnp.float32, groups),
         }
         if self.has_zero:

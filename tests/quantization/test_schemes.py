@@ -15,6 +15,7 @@ from jaxpaged.quantization import KERNEL, ON_THE_FLY, Around, UnsupportedQuantiz
 from jaxpaged.quantization import fp8 as fp8_module
 from jaxpaged.quantization import scheme as scheme_module
 from jaxpaged.quantization.fp8 import Fp8, quantize_rows
+from jaxpaged.quantization.scheme import divides
 from jaxpaged.quantization.weight_only import WeightOnly, pack_int4, unpack_int4
 from pallas_kernels.quantized_linear import quantized_linear
 from pallas_kernels.rms_norm import Norm, Rows, rms_norm
@@ -188,6 +189,12 @@ def test_four_to_an_element() -> None:
 def test_what_is_not_packed_in_fours() -> None:
     with pytest.raises(UnsupportedQuantizationError, match="sums over 6 terms"):
         WeightOnly("int4").arrays(6)
+
+
+def test_a_device_has_whole_runs_of_packed_terms() -> None:
+    scheme = WeightOnly("int4", group=32)  # packed in runs of 64
+    assert divides(scheme.arrays(256), 2)
+    assert not divides(scheme.arrays(192), 2)  # though 96 terms are whole groups
 
 
 def test_groups_divide_the_terms() -> None:
