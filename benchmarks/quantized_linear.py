@@ -25,7 +25,7 @@ from benchmarks.common import write_results
 from benchmarks.sampling import COPY_RATE
 from jaxpaged.quantization import KERNEL, ON_THE_FLY, Around, arrange
 from jaxpaged.quantization.scheme import contract
-from pallas_kernels.quantized_linear import MAX_ROWS
+from pallas_kernels.quantized_linear import MAX_E4M3_ROWS, MAX_ROWS
 from pallas_kernels.rms_norm import Rows
 
 SHAPES = {"qkv": (3584, 4608), "o": (3584, 3584), "gate_up": (3584, 37888), "down": (18944, 3584)}
@@ -124,10 +124,12 @@ def main() -> int:
                 pool = [first, *(weights(name, size, outputs, i) for i in range(1, count))]
                 rows = {T: jax.random.normal(jax.random.key(T), (T, size)) for T in args.rows}
                 rows = {T: x.astype(jnp.bfloat16) for T, x in rows.items()}
+                most = MAX_E4M3_ROWS if name.startswith("fp8") else MAX_ROWS
+                most = 0 if name == "bfloat16" else most
                 cases = [
                     (T, fuse)
                     for T, fuse in product(args.rows, (False, True))
-                    if not fuse or (T <= MAX_ROWS and name != "bfloat16")
+                    if not fuse or most >= T
                 ]
                 passes = {T: passes_for(T, where, num_bytes, count) for T in args.rows}
                 build = partial(_compile, name, rows=rows, pool=pool, passes=passes)

@@ -31,6 +31,7 @@ from pallas_kernels.rms_norm import HalfNormed, Rows
 PACKED = 4  # weights of four bits in an element, the first in the lowest bits
 RUN = 64  # terms of which the first, second, third and last sixteen share elements
 MAX_ROWS = 64  # beyond, widening the kernel once for all rows costs less
+MAX_E4M3_ROWS = 16  # of rows in e4m3, which cuBLASLt multiplies as they are
 PROGRAMS = 132  # multiprocessors of an H100 or H200
 E4M3 = jnp.float8_e4m3fn
 
@@ -99,15 +100,17 @@ class TuningConfig:
 def tuning_config(*, T: int, D: int, F: int, group: int, rows_dtype: Any) -> TuningConfig:
     """The setting for T rows of D terms and F outputs, `group` terms to a scale.
 
-    All are multiplied by mma.sync: wgmma, which Triton takes from four warps on for 16-bit rows,
-    would wait for weights that are widened in registers, step by step.
+    Rows of 8 bits, and few of 16, are multiplied by mma.sync: wgmma, which Triton takes from four
+    warps on for rows in 16 bits, waits for weights that are widened in registers, step by step.
     """
-    narrow = rows_dtype == E4M3
     rows = 16 if T <= 16 else 32 if T <= 32 else 64
-    block_in = min(128 if narrow or rows == 16 else 64, group & -group)
-    programs = (2 if narrow else 4) * PROGRAMS
-    splits = max(1, min(round(programs / (F // 64)), D // block_in // 2, 16))
-    return TuningConfig(64, rows, block_in, splits, *((4, 5) if narrow else (2, 3)))
+    block_in, block_out, per_core, warps, stages = min(128, group & -group), 64, 2, 4, 5
+    if rows_dtype != E4M3 and rows == 16:
+        per_core, warps, stages = 8, 2, 3
+    elif rows_dtype != E4M3:
+        block_out, stages = (64 if F % 128 else 128), 3
+    splits = min(round(per_core * PROGRAMS / (F // block_out)), D // block_in // 2, 16)
+    return TuningConfig(block_out, rows, block_in, max(1, splits), warps, stages)
 
 
 def is_supported(*, T: int, D: int, F: int, group: int, rows_dtype: Any) -> bool:
@@ -116,7 +119,8 @@ def is_supported(*, T: int, D: int, F: int, group: int, rows_dtype: Any) -> bool
     Four bits want groups of `RUN` terms; here all do.
     """
     narrow = rows_dtype in (jnp.bfloat16, jnp.float16, E4M3)
-    return narrow and T <= MAX_ROWS and F % 64 == 0 and D % group == 0 and group % RUN == 0
+    few = (MAX_E4M3_ROWS if rows_dtype == E4M3 else MAX_ROWS) >= T
+    return narrow and few and F % 64 == 0 and D % group == 0 and group % RUN == 0
 
 
 def quantized_linear(

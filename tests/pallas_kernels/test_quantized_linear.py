@@ -150,7 +150,7 @@ def test_settings_fit_real_models(T: int, inner: int, outer: int) -> None:
     for group in (inner, 128, 64):
         for rows in (jnp.bfloat16, E4M3):
             sizes = {"T": T, "D": inner, "F": outer, "group": group, "rows_dtype": rows}
-            assert is_supported(**sizes)
+            assert is_supported(**sizes) == (T == 1 or rows == jnp.bfloat16)
             assert tuning_config(**sizes).fits(inner, outer, group)
 
 
