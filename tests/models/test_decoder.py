@@ -12,7 +12,7 @@ from flax import linen as nn
 from paged_runner import PagedRunner, make_decoder
 
 from jaxpaged.arrays.step_batch import StepBatch
-from jaxpaged.models import decoder
+from jaxpaged.models import decoder_layer
 from jaxpaged.models.decoder import abstract_params, head_params
 from jaxpaged.runtime.weights import load_params
 
@@ -37,13 +37,13 @@ def abstract_batch(num_groups: int, T: int = 8, B: int = 4) -> StepBatch:
 def test_equal_layers_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """18 layers of two kinds, in six KV groups, are two traces."""
     traced = []
-    attend = decoder.attend
+    attend = decoder_layer.attend
 
     def counting(*args, **options):
         traced.append(options["window"])
         return attend(*args, **options)
 
-    monkeypatch.setattr(decoder, "attend", counting)
+    monkeypatch.setattr(decoder_layer, "attend", counting)
     config = {
         **tiny_models.CONFIGS["gemma3-old"],
         "num_hidden_layers": 18,

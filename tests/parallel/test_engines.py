@@ -40,7 +40,8 @@ def test_drawn_tokens_and_log_probabilities_do_not_either(
         many = report["sampled"][devices][kind]
         assert many["tokens"] == one["tokens"]
         assert many["likely"] == one["likely"]
-        assert many["logprobs"] == pytest.approx(one["logprobs"], abs=1e-4)
+        # Rounded to three digits where they were taken.
+        assert many["logprobs"] == pytest.approx(one["logprobs"], abs=1.1e-3)
 
 
 def test_executables_of_a_mesh_are_stored(report: dict[str, Any]) -> None:

@@ -93,7 +93,8 @@ def test_drawn_tokens_do_not_either(report: dict[str, Any], folder: Path) -> Non
         found = report["sampled"][kind]
         assert found["tokens"] == expected["tokens"]
         assert found["likely"] == expected["likely"]
-        assert found["logprobs"] == pytest.approx(expected["logprobs"], abs=1e-4)
+        # Rounded to three digits where they were taken.
+        assert found["logprobs"] == pytest.approx(expected["logprobs"], abs=1.1e-3)
 
 
 def test_stored_executables_are_used_and_a_dead_leader_takes_its_followers_along(

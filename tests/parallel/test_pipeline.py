@@ -44,7 +44,8 @@ def test_drawn_tokens_log_probabilities_and_embeddings_do_not_either(
         many = report["sampled"][kind]
         assert many["tokens"] == one["tokens"]
         assert many["embedding"] == pytest.approx(one["embedding"], abs=1e-5)
-        assert many["logprobs"] == pytest.approx(one["logprobs"], abs=1e-4)
+        # Rounded to three digits where they were taken.
+        assert many["logprobs"] == pytest.approx(one["logprobs"], abs=1.1e-3)
     assert report["compiled again"] == 0
 
 
