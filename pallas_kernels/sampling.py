@@ -22,6 +22,7 @@ def draw_tokens(
     top_k_R: jax.Array | None = None,
     top_p_R: jax.Array | None = None,
     min_p_R: jax.Array | None = None,
+    digit_bits: int = 1,
 ) -> jax.Array:
     """Draw a token of each row from what min-p, top-k and top-p leave, in this order.
 
@@ -39,6 +40,8 @@ def draw_tokens(
         top_k_R: int32; 0, or None: off.
         top_p_R: float32; 1, or None: off.
         min_p_R: float32; 0, or None: off.
+        digit_bits: of a threshold that a pass over the logits settles: more of them for fewer
+            passes, which pays where devices share the logits and exchange their sums each time.
 
     Returns:
         int32 [R]; some token even where a row has no largest logit.
@@ -48,7 +51,9 @@ def draw_tokens(
     x_RV = (logits_RV - logits_RV.max(axis=-1, keepdims=True)) / temperature_R1
     noisy_RV = x_RV + _gumbel(seed_R2, choice_R, position_R, logits_RV.shape[1])
     if not (top_k_R is None and top_p_R is None and min_p_R is None):
-        kept_RV = kept(x_RV, top_k_R=top_k_R, top_p_R=top_p_R, min_p_R=min_p_R)
+        kept_RV = kept(
+            x_RV, top_k_R=top_k_R, top_p_R=top_p_R, min_p_R=min_p_R, digit_bits=digit_bits
+        )
         noisy_RV = jnp.where(kept_RV, noisy_RV, -jnp.inf)
     return jnp.where(temperature_R < GREEDY_TEMPERATURE, argmax(logits_RV), argmax(noisy_RV))
 
@@ -66,6 +71,7 @@ def kept(
     top_k_R: jax.Array | None,
     top_p_R: jax.Array | None,
     min_p_R: jax.Array | None,
+    digit_bits: int = 1,
 ) -> jax.Array:
     """Which tokens the filters leave; `x_RV` is at most 0, and 0 for the best."""
     V = x_RV.shape[1]
@@ -74,29 +80,38 @@ def kept(
     key_RV = jnp.where(kept_RV, _ordered_bits(x_RV), 0)
     if top_k_R is not None:
         top_k_R = jnp.where(top_k_R > 0, jnp.minimum(top_k_R, V), V)
-        kept_RV &= key_RV >= threshold(key_RV, jnp.int32(1), top_k_R)[:, None]
+        kept_RV &= key_RV >= threshold(key_RV, jnp.int32(1), top_k_R, digit_bits)[:, None]
     if top_p_R is not None:
         weight_RV = jnp.where(kept_RV, weight_RV, 0)
         # The best token alone weighs 1: a top_p that rounds to nothing still keeps it.
         mass_R = jnp.maximum(top_p_R * weight_RV.sum(axis=-1), 1e-30)
-        within_RV = key_RV >= threshold(key_RV, weight_RV, mass_R)[:, None]
+        within_RV = key_RV >= threshold(key_RV, weight_RV, mass_R, digit_bits)[:, None]
         kept_RV &= within_RV | (top_p_R >= 1)[:, None]
     return kept_RV
 
 
-def threshold(key_RV: jax.Array, weight_RV: jax.Array, need_R: jax.Array) -> jax.Array:
+def threshold(
+    key_RV: jax.Array, weight_RV: jax.Array, need_R: jax.Array, digit_bits: int = 1
+) -> jax.Array:
     """The largest uint32 t with sum(weight of keys >= t) >= need; 0 if even all do not reach it.
 
-    One bit a pass, the highest first. The sum falls as t grows: rounding keeps that, since all
+    One digit a pass, the highest first. The sum falls as t grows: rounding keeps that, since all
     passes add in the same order.
+
+    Args:
+        digit_bits: of a digit; divides 32.
     """
 
     def settle(i: jax.Array, t_R: jax.Array) -> jax.Array:
-        trial_R = t_R | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
-        sum_R = jnp.where(key_RV >= trial_R[:, None], weight_RV, 0).sum(axis=-1)
-        return jnp.where(sum_R >= need_R, trial_R, t_R)
+        shift = (32 - digit_bits * (i + 1)).astype(jnp.uint32)
+        digit_R = jnp.zeros_like(t_R)
+        for digit in range(1, 1 << digit_bits):
+            trial_R = t_R | (jnp.uint32(digit) << shift)
+            sum_R = jnp.where(key_RV >= trial_R[:, None], weight_RV, 0).sum(axis=-1)
+            digit_R += sum_R >= need_R  # those that reach it come before those that do not
+        return t_R | (digit_R << shift)
 
-    return lax.fori_loop(0, 32, settle, jnp.zeros(need_R.shape, jnp.uint32))
+    return lax.fori_loop(0, 32 // digit_bits, settle, jnp.zeros(need_R.shape, jnp.uint32))
 
 
 def _gumbel(seed_R2: jax.Array, choice_R: jax.Array, position_R: jax.Array, V: int) -> jax.Array:

@@ -9,6 +9,7 @@ and top_p over what top_k left. A token that ties with the last one kept is kept
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -189,7 +190,9 @@ def sample(
         if fused is None:
             fused = mesh is None and jax.default_backend() == "gpu"
         filters = {} if sampling.filters is None else vars(sampling.filters)
-        token_R = (sample_top_k_top_p if fused else draw_tokens)(
+        # Where devices share the logits, a pass over them costs an exchange of sums.
+        plain = draw_tokens if mesh is None else partial(draw_tokens, digit_bits=4)
+        token_R = (sample_top_k_top_p if fused else plain)(
             edited_RV, position_R=sampling.position_R, **vars(sampling.draw), **filters
         )
     sampled_R = sampling.target_R < 0

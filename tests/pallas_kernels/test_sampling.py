@@ -14,7 +14,7 @@ from pallas_kernels import sampling
 
 V = 50
 kept = jax.jit(sampling.kept)
-threshold = jax.jit(sampling.threshold)
+threshold = jax.jit(sampling.threshold, static_argnums=3)
 
 
 def random_logits(rows: int, seed: int) -> np.ndarray:
@@ -67,13 +67,23 @@ def test_filters_keep_what_sorting_keeps(rules: dict[str, float]) -> None:
     assert (kept_by_threshold(logits, **full) == expected).all()
 
 
-def test_threshold_is_the_key_that_sorting_finds() -> None:
+@pytest.mark.parametrize("digit_bits", [1, 2, 4])
+def test_threshold_is_the_key_that_sorting_finds(digit_bits: int) -> None:
     rng = np.random.default_rng(5)
     key_RV = rng.integers(0, 2**32, (6, V), np.uint32)
     need = [1, 2, 17, V - 1, V, V + 1]
-    got = threshold(key_RV, jnp.int32(1), jnp.asarray(need, jnp.int32))
+    got = threshold(key_RV, jnp.int32(1), jnp.asarray(need, jnp.int32), digit_bits)
     order_RV = np.sort(key_RV)[:, ::-1]
     assert got.tolist() == [*(order_RV[r, n - 1] for r, n in enumerate(need[:-1])), 0]
+
+
+def test_digits_of_all_sizes_settle_the_same_mass() -> None:
+    rng = np.random.default_rng(6)
+    key_RV = rng.integers(0, 2**32, (6, V), np.uint32)
+    weight_RV = rng.random((6, V), np.float32)
+    need_R = weight_RV.sum(axis=1) * np.linspace(0, 1, 6, dtype=np.float32)
+    one, four = (threshold(key_RV, weight_RV, need_R, digit_bits) for digit_bits in (1, 4))
+    assert one.tolist() == four.tolist()
 
 
 @hypothesis.settings(max_examples=150, deadline=None)

@@ -73,8 +73,10 @@ def test_sampling_exchanges_candidates_and_sums_but_no_logits(report: dict[str, 
     for kind in ("greedy", "plain", "filtered", "logprobs", "full"):
         for name, elements in ran[kind]["collectives"]:
             assert name in ("all-reduce", "all-gather")
-            # Each of two devices sends values and ids of its best.
-            most = {"all-reduce": 1, "all-gather": 2 * 2 * (1 if kind == "greedy" else TOP)}
+            # Each of two devices sends values and ids of its best. A pass that looks for a
+            # threshold sums what is above each of 15.
+            sums = 1 if kind in ("greedy", "plain") else 15
+            most = {"all-reduce": sums, "all-gather": 2 * 2 * (1 if kind == "greedy" else TOP)}
             assert elements <= most[name] * ran[kind]["rows"]
     assert [name for name, _ in ran["greedy"]["collectives"]] == ["all-gather"]
 
