@@ -1,6 +1,6 @@
 """Drawing tokens under min-p, top-k and top-p in plain XLA: runs on every platform.
 
-There is no sort: a filter is a threshold, found bit by bit of the logits' order.
+There is no sort: a filter is a threshold, found digit by digit of the logits' order.
 """
 
 from __future__ import annotations
