@@ -3,7 +3,10 @@
 # their references, then the benchmarks in short form. Ends with a table against the targets and
 # benchmarks/results/gpu_check.json, which merges what the stages wrote.
 #
-#   scripts/gpu_check.sh [--only kernels|models|7b|0.6b|hf]... [--real-model DIR]
+#   scripts/gpu_check.sh [--only kernels|models|7b|0.6b|hf|quantized|two|scaling]... [--real-model DIR]
+#
+# Without --only: the first five. quantized is for weights and pages of fewer bits; two and scaling need
+# two GPUs, the first for what they compute, the second for how fast.
 #
 # A stage takes at most eight minutes on an H200; each writes what it has as it goes, and a stage
 # that fails does not stop the others.
@@ -12,7 +15,7 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 M=benchmarks/models
 
-usage() { sed -n '2,10s/^# \{0,1\}//p' "$0"; exit "${1:-0}"; }
+usage() { sed -n '2,13s/^# \{0,1\}//p' "$0"; exit "${1:-0}"; }
 
 stages=() real_model=()
 while (($#)); do
@@ -65,9 +68,36 @@ hf() {
   run 420 -m benchmarks.compare_hf_gpu --model $M/qwen2.5-7b.json --hf-batch 64 128 16 --most-batches 2 --most-steps 400 --repeats 2 "${cached[@]}"
 }
 
+quantized() {
+  run 150 -m benchmarks.quantized_linear --rows 1 16 64 256
+  run 300 -m benchmarks.engines --model $M/qwen2.5-7b.json --repeats 3 --name engines_qwen2.5-7b_quantized \
+    --engine="-q fp8_per_channel" --engine="-q fp8_per_channel --quantize-lm-head" \
+    --engine="-q fp8_per_channel --kv-cache-dtype fp8" --engine="-q int4_per_group_weight_only"
+}
+
+two() {
+  run 120 scripts/check_gpu_peer_sum.py
+  run 120 scripts/check_gpu_parallel.py
+  run 150 scripts/check_gpu_models.py -tp 2
+  run 120 scripts/check_gpu_models.py -pp 2 --names llama3 mistral-window qwen2 qwen3 gemma3-new
+}
+
+scaling() {
+  local steps=(-m benchmarks.decode_latency --model $M/qwen2.5-32b.json --batch 1 64 --repeats 3)
+  local served=(-m benchmarks.serving --model $M/qwen2.5-7b.json --input-len 512 --output-len 128
+    --max-model-len 32768 --max-num-batched-tokens 8192 "${cached[@]}")
+  run 110 "${steps[@]}"
+  run 110 "${steps[@]}" -tp 2 --name decode_latency_qwen2.5-32b_tp2
+  run 110 "${steps[@]}" -pp 2 --name decode_latency_qwen2.5-32b_pp2
+  run 150 -m benchmarks.engines --model $M/qwen2.5-7b.json --repeats 3 --name engines_qwen2.5-7b_two \
+    --engine= --engine="-tp 2" "${cached[@]}"
+  run 70 "${served[@]}" --requests 512 --name serving_qwen2.5-7b_dp1
+  run 70 "${served[@]}" --requests 1024 -dp 2 --api-server-count 2 --name serving_qwen2.5-7b_dp2_two_servers
+}
+
 for stage in "${stages[@]}"; do
   case $stage in
-    kernels | models | 7b | 0.6b | hf)
+    kernels | models | 7b | 0.6b | hf | quantized | two | scaling)
       began=$SECONDS
       "$stage"
       echo "--- $stage: $((SECONDS - began)) s"
