@@ -52,6 +52,7 @@ ROPE_FACTORS = (
 )
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of all of Meta's models
 LLAMA3_CONTEXT = 8192  # before the stretching
+SOFTCAP = "gemma3.final_logit_softcapping"
 GEMMA3_PERIOD = 6  # layers, of which the last has no window
 GEMMA3_27B_LAYERS = 62  # the one whose scores are scaled by width / heads; others by head_dim
 
@@ -105,7 +106,7 @@ def make_config(gguf: Gguf) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "max_position_embeddings": gguf.integer(f"{arch}.context_length"),
+        "max_position_embeddings": gguf.integer(f"{arch}.context_length", least=1),
         "rms_norm_eps": gguf.real(f"{arch}.attention.layer_norm_rms_epsilon"),
         "rope_theta": gguf.real(f"{arch}.rope.freq_base", 10_000.0),
         "rope_scaling": _rope_scaling(gguf, arch, head_dim),
@@ -171,7 +172,8 @@ def _rope_scaling(gguf: Gguf, arch: str, head_dim: int) -> dict[str, Any] | None
         return None
     scaling: dict[str, Any] = {"rope_type": kind, "factor": gguf.real(f"{key}.factor")}
     if kind == "yarn":
-        scaling["original_max_position_embeddings"] = gguf.integer(f"{key}.original_context_length")
+        context = gguf.integer(f"{key}.original_context_length", least=1)
+        scaling["original_max_position_embeddings"] = context
         for ours, theirs in YARN.items():
             if f"{key}.{theirs}" in gguf.metadata:
                 scaling[ours] = gguf.real(f"{key}.{theirs}")
@@ -212,9 +214,9 @@ def _gemma3(gguf: Gguf, width: int, layers: int, heads: int, head_dim: int) -> d
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": width // heads if layers == GEMMA3_27B_LAYERS else head_dim,
         "rope_local_base_freq": gguf.real("gemma3.rope.freq_base_swa", 10_000.0),
-        "sliding_window": gguf.integer("gemma3.attention.sliding_window"),
+        "sliding_window": gguf.integer("gemma3.attention.sliding_window", least=1),
         "sliding_window_pattern": gguf.integer(
-            "gemma3.attention.sliding_window_pattern", GEMMA3_PERIOD
+            "gemma3.attention.sliding_window_pattern", GEMMA3_PERIOD, least=1
         ),
-        "final_logit_softcapping": gguf.metadata.get("gemma3.final_logit_softcapping"),
+        "final_logit_softcapping": gguf.real(SOFTCAP) if SOFTCAP in gguf.metadata else None,
     }

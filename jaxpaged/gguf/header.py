@@ -25,6 +25,7 @@ MOST_TENSORS = 1 << 20
 MOST_ITEMS = 1 << 22  # of an array
 MOST_DIMENSIONS = 4
 MOST_BYTES = 1 << 24  # of a string
+MOST_INTEGER = (1 << 31) - 1  # of sizes and token ids
 SCALARS = {  # a value's type, and its format for `struct`
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
@@ -53,15 +54,15 @@ class Gguf:
     metadata: dict[str, Any]  # arrays are lists
     tensors: dict[str, StoredTensor]
 
-    def integer(self, key: str, default: int | None = None, *, most: int = (1 << 31) - 1) -> int:
-        """A number of the metadata, at least 0.
+    def integer(self, key: str, default: int | None = None, *, least: int = 0) -> int:
+        """A number of the metadata.
 
         Raises:
             ModelFilesError: it is missing without a default, no integer or out of range.
         """
         value = self.metadata.get(key, default)
-        if type(value) is not int or not 0 <= value <= most:
-            raise self._unfit(key, f"an integer from 0 to {most}")
+        if type(value) is not int or not least <= value <= MOST_INTEGER:
+            raise self._unfit(key, f"an integer from {least} to {MOST_INTEGER}")
         return value
 
     def real(self, key: str, default: float | None = None) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import ModuleType
 
@@ -44,7 +45,18 @@ def load_spec(
         raise UnsupportedModelError(
             f"architecture {', '.join(found)} is not supported; supported: {', '.join(FAMILIES)}"
         )
-    spec = FAMILIES[found[0]].spec(config)
+    try:
+        return _read_spec(FAMILIES[found[0]], config, quantization, quantize_lm_head)
+    except (AttributeError, KeyError, TypeError, ZeroDivisionError, re.error) as error:
+        raise UnsupportedModelError(
+            f"config.json has a setting of the wrong kind ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _read_spec(
+    family: ModuleType, config: Config, quantization: str | None, quantize_lm_head: bool
+) -> ModelSpec:
+    spec: ModelSpec = family.spec(config)
     stored = config.get("quantization_config")
     if stored and quantization is not None:
         raise UnsupportedModelError(

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxpaged.quantization.formats import HEAD, Settings, contains, require, unpack_words
+from jaxpaged.quantization.formats import (
+    HEAD,
+    Settings,
+    contains,
+    require,
+    require_group,
+    unpack_words,
+)
 from jaxpaged.quantization.scheme import KERNEL, Arrays, Quantized, Scheme, Source
 from jaxpaged.quantization.weight_only import WeightOnly, pack_int4
 
@@ -52,8 +59,7 @@ def reader(settings: Settings) -> Callable[[str], Quantized | None]:
     require("awq", "version", str(settings.get("version", "gemm")).lower(), ("gemm",))
     has_zero = settings.get("zero_point", True)
     group = settings.get("group_size", 128)
-    if group <= 0:
-        require("awq", "group_size", group, ("a positive number",))
+    require_group("awq", group)
     found = Quantized(WeightOnly("int4", group, has_zero), Awq(has_zero))
     plain = [HEAD, *(settings.get("modules_to_not_convert") or [])]
     return lambda name: None if contains(name, plain) else found

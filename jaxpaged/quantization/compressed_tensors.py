@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged.quantization.float8 import IGNORED, Whole, blocks
-from jaxpaged.quantization.formats import Settings, matches, require, unpack_words
+from jaxpaged.quantization.formats import Settings, matches, require, require_group, unpack_words
 from jaxpaged.quantization.fp8 import Fp8
 from jaxpaged.quantization.scheme import KERNEL, Arrays, Quantized, Scheme, Source
 from jaxpaged.quantization.weight_only import E4M3, WeightOnly, pack_int4
@@ -110,6 +110,8 @@ def _quantized(group: Mapping[str, Any], layout: str | None) -> Quantized:
     bits, strategy = weights["num_bits"], weights.get("strategy")
     grouped = strategy == "group"
     size = weights["group_size"] if grouped else None
+    if grouped:
+        require_group(METHOD, size)
     if weights["type"] == "float":
         require(METHOD, "num_bits of floats", bits, (8,))
         if strategy == "block":

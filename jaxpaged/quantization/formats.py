@@ -42,6 +42,12 @@ def require(method: str, key: str, value: Any, supported: Iterable[Any]) -> None
         )
 
 
+def require_group(method: str, group: Any) -> None:
+    """Raises UnsupportedQuantizationError unless this is a number of terms."""
+    if type(group) is not int or group <= 0:
+        require(method, "group_size", group, ("a positive number",))
+
+
 def unpack_words(words: jax.Array, bits: int, axis: int) -> jax.Array:
     """Unsigned numbers of `bits` bits along an axis of int32 words, the lowest bits first."""
     words = jnp.moveaxis(words, axis, -1).astype(jnp.uint32)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged.quantization.formats import HEAD, Settings, require, unpack_words
+from jaxpaged.quantization.formats import HEAD, Settings, require, require_group, unpack_words
 from jaxpaged.quantization.scheme import (
     KERNEL,
     ORDER,
@@ -117,6 +117,8 @@ def _quantized(settings: Mapping[str, Any]) -> Quantized:
     require("gptq", "bits", bits, (4, 8))
     require("gptq", "checkpoint_format", version, ("gptq", "gptq_v2"))
     has_zero, whole = not settings.get("sym", True), group in (-1, None)
+    if not whole:
+        require_group("gptq", group)
     ordered = bool(settings.get("desc_act")) and not whole
     return Quantized(
         WeightOnly(f"int{bits}", None if whole else group, has_zero, ordered),

@@ -156,7 +156,7 @@ def _load_quantized(
                 for part in tensors
             ]
         )
-    except TypeError:
+    except (TypeError, ValueError, ZeroDivisionError):  # shapes that do not go together
         made = {}
     if {name: x.shape for name, x in made.items()} != {n: t.shape for n, t in targets.items()}:
         named = zip(part_names(rule), tensors, strict=True)

@@ -188,9 +188,14 @@ class TestErrors:
             ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size 128 is not"),
             ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"),
             ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "24"}}, "24"),
+            ({"quant_method": "awq", "bits": 4, "group_size": "x"}, "group_size 'x' is not supp"),
+            ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size 0 is not supported"),
+            ({"quant_method": "fp8", "ignored_layers": 3}, "wrong kind .TypeError"),
+            ({"quant_method": "compressed-tensors", "ignore": ["re:("]}, "wrong kind .error: miss"),
+            (["awq"], "wrong kind .AttributeError"),
         ],
     )
-    def test_what_nothing_reads(self, found: dict[str, Any], match: str) -> None:
+    def test_what_nothing_reads(self, found: Any, match: str) -> None:
         with pytest.raises(UnsupportedModelError, match=match) as error:
             load_spec({**CONFIG, "quantization_config": found})
         assert "\n" not in str(error.value)
@@ -203,6 +208,18 @@ class TestErrors:
     def test_quantized_twice(self) -> None:
         with pytest.raises(UnsupportedModelError, match=r"fp8_per_channel needs .*\(awq\)"):
             load_spec({**CONFIG, "quantization_config": settings()["awq"]}, "fp8_per_channel")
+
+    @pytest.mark.parametrize("name", ["compressed-tensors fp8 channel", "awq"])
+    def test_another_shape(self, tmp_path: Path, name: str) -> None:
+        tensors, _ = stored(name)
+        key = "model.layers.0.mlp.down_proj." + ("qweight" if name == "awq" else "weight")
+        for wrong in (tensors[key].T.copy(), tensors[key][None], tensors[key][:0]):
+            model = make_decoder(write(tmp_path, name, tensors | {key: wrong}))
+            with pytest.raises(
+                ModelFilesError, match="do not fit config.json: .*down_proj"
+            ) as error:
+                load_params(tmp_path, model, progress=False)
+            assert "\n" not in str(error.value)
 
     def test_another_layout(self, tmp_path: Path) -> None:
         name = "gptq 4 desc_act zeros"
