@@ -218,6 +218,7 @@ def _plan(args: argparse.Namespace) -> int:
 def _calibrate_kv(args: argparse.Namespace) -> int:
     from jaxpaged import model_files
     from jaxpaged.engine.tokenizer import Tokenizer
+    from jaxpaged.models import load_spec
     from jaxpaged.runtime.calibration import calibrate
     from jaxpaged.runtime.kv_scales import write_scales
     from jaxpaged.runtime.teacher_forcing import TeacherForced
@@ -226,10 +227,12 @@ def _calibrate_kv(args: argparse.Namespace) -> int:
     text = args.text.read_text() if args.text else sys.stdin.read()
     if not text.strip():
         raise ValueError("the text is empty: there is nothing to measure")
-    token_ids = Tokenizer.load(model_files.resolve_model(args.model_tag)).encode(text)
-    forced = TeacherForced.load(EngineConfig(model=args.model_tag), CALIBRATION_TOKENS)
-    starts = range(0, len(token_ids), CALIBRATION_TOKENS)
-    scales = calibrate(forced, (token_ids[at : at + CALIBRATION_TOKENS] for at in starts))
+    folder = model_files.resolve_model(args.model_tag)
+    token_ids = Tokenizer.load(folder).encode(text)
+    most = min(CALIBRATION_TOKENS, load_spec(model_files.read_config(folder)).max_position)
+    forced = TeacherForced.load(EngineConfig(model=args.model_tag), most)
+    starts = range(0, len(token_ids), most)
+    scales = calibrate(forced, (token_ids[at : at + most] for at in starts))
     write_scales(args.out, scales)
     print(f"wrote {args.out}")
     return 0

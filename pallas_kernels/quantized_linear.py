@@ -59,8 +59,8 @@ class TuningConfig:
     Attributes:
         block_out: outputs of a program, 32, 64, 128 or 256.
         block_rows: rows of a program, a power of two from 16 to 256.
-        block_in: terms of the sum that are loaded at once, a power of two from 32 to 512; groups
-            that share a scale are multiples.
+        block_in: terms of the sum that are loaded at once, a power of two from 32 to 512, with 4
+            bits from 64; groups that share a scale are multiples.
         splits: programs that share the sum, up to 16.
         num_warps: warps of a program, a power of two up to 8.
         num_stages: depth of the load pipeline.
@@ -181,7 +181,7 @@ def quantized_linear(
     config = config or tuning_config(T=T, D=D, F=F, group=group, rows_dtype=x_TD.dtype)
     if x_TD.dtype.name not in _CONSTANTS and not x_TD.dtype == kernel_FX.dtype == E4M3:
         raise ValueError(f"rows in {x_TD.dtype} do not go with a kernel in {kernel_FX.dtype}")
-    if not config.fits(D, F, group):
+    if not config.fits(D, F, group) or packed > 1 and config.block_in % RUN:
         raise ValueError(f"rows of {D} to {F} outputs in groups of {group} do not fit {config}")
     if activation == NOT_IN_KERNELS:
         raise ValueError(f"{activation} has no place in a kernel")

@@ -143,20 +143,19 @@ def _load_quantized(
         {kind: files.read(f"{part}.{kind}", QUANTIZED_TYPES) for kind in quantized.source.tensors}
         for part in part_names(rule)
     ]
-    try:
-        quantized.source.check(tensors)
-    except UnsupportedQuantizationError as error:
-        raise ModelFilesError(f"{files.path}: {part_names(rule)[0]}: {error}") from error
     pack = pack_parts(rule, quantized, spec, layerless(rule.leaf), targets)
     target = targets[KERNEL]
     try:
+        quantized.source.check(tensors)
         made = pack(
             [
                 {kind: _put(tensor, rule.split_axis, target) for kind, tensor in part.items()}
                 for part in tensors
             ]
         )
-    except (TypeError, ValueError, ZeroDivisionError):  # shapes that do not go together
+    except UnsupportedQuantizationError as error:
+        raise ModelFilesError(f"{files.path}: {part_names(rule)[0]}: {error}") from error
+    except (TypeError, ValueError, IndexError, ZeroDivisionError):  # shapes do not go together
         made = {}
     if {name: x.shape for name, x in made.items()} != {n: t.shape for n, t in targets.items()}:
         named = zip(part_names(rule), tensors, strict=True)

@@ -128,6 +128,7 @@ def test_operands_out_of_bounds() -> None:
         ((x_TD.astype(jnp.float32), kernel, scale), WHOLE),
         ((x_TD, kernel[:96], scale[:96]), WHOLE),
         ((x_TD, packed, scale_GF), dataclasses.replace(WHOLE, block_in=128)),
+        ((x_TD, packed, scale_GF), dataclasses.replace(WHOLE, block_in=32)),
     )
     with pytest.raises(ValueError, match="gelu has no place"):
         op(x_TD, kernel, scale, activation="gelu", config=WHOLE)

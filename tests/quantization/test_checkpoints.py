@@ -232,7 +232,8 @@ class TestErrors:
         write(tmp_path, name, tensors | zeros)
         with pytest.raises(ModelFilesError, match="groups of different sizes|differs"):
             load_params(tmp_path, model, progress=False)
-        key = "model.layers.0.mlp.down_proj.qweight"
-        write(tmp_path, name, tensors | {key: tensors[key][:-1].copy()})
-        with pytest.raises(ModelFilesError, match=r"do not fit config.json: .*down_proj.qweight"):
-            load_params(tmp_path, model, progress=False)
+        for kind, count in (("qweight", -1), ("scales", 0)):
+            key = f"model.layers.0.mlp.down_proj.{kind}"
+            write(tmp_path, name, tensors | {key: tensors[key][:count].copy()})
+            with pytest.raises(ModelFilesError, match=r"do not fit config.json: .*down_proj.qwei"):
+                load_params(tmp_path, model, progress=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from paged_runner import make_decoder
 from safetensors.numpy import save_file
 
 from jaxpaged.cli import main
+from jaxpaged.config import EngineConfig
 from jaxpaged.model_files import DEMO_MODEL, ModelFilesError
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.models.spread import spread_spec
@@ -161,3 +164,22 @@ def test_the_command_writes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
     assert len(read_scales(out)) == 10
     text.write_text("")
     assert main(["calibrate-kv", str(DEMO_MODEL), str(out), "--text", str(text)]) == 2
+
+
+def test_the_command_takes_a_model_of_few_positions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+
+    def load(config: EngineConfig, num_tokens: int) -> None:
+        given.append(num_tokens)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(TeacherForced, "load", load)
+    model, text = tmp_path / "model", tmp_path / "text"
+    shutil.copytree(DEMO_MODEL, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    text.write_text("To be, or not to be")
+    assert main(["calibrate-kv", str(model), "x.json", "--text", str(text)]) == 2
+    assert given == [64]
