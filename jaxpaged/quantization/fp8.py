@@ -84,12 +84,8 @@ class Fp8:
         return few_rows(q_TI, arrays, around, scale_T, dtype=dtype)
 
 
-def quantize_rows(x_TI: jax.Array, axis: str | None = None) -> tuple[jax.Array, jax.Array]:
-    """Rows as e4m3 [T, I], and the float32 scale [T] of each.
-
-    Args:
-        axis: of a mesh, whose devices have some of the columns each: a row has one scale.
-    """
+def quantize_rows(x_TI: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rows as e4m3 [T, I], and the float32 scale [T] of each."""
     x_TI = x_TI.astype(jnp.float32)
     scale_T = row_scale(jnp.max(jnp.abs(x_TI), -1))
     return to_e4m3(x_TI / scale_T[:, None]), scale_T
