@@ -29,9 +29,18 @@ def flags(model: str, config: EngineConfig, options: PlanOptions, found: Predict
         ("--quantization", config.quantization, None),
         ("--kv-cache-dtype", config.kv_cache_dtype, "auto"),
         ("--block-size", config.block_size, 16),
+        ("--num-gpu-blocks-override", config.num_gpu_blocks_override, None),
+        ("--long-prefill-token-threshold", config.long_prefill_token_threshold, 0),
+        ("--revision", config.revision, None),
+        ("--download-dir", config.download_dir, None),
     ):
         command += [name, str(value)] if value != default else []
-    command += ["--quantize-lm-head"] if config.quantize_lm_head else []
+    for name, value, default in (
+        ("quantize-lm-head", config.quantize_lm_head, False),
+        ("enable-prefix-caching", config.enable_prefix_caching, True),
+        ("enable-chunked-prefill", config.enable_chunked_prefill, True),
+    ):
+        command += [f"--{name}" if value else f"--no-{name}"] if value != default else []
     return command
 
 
@@ -141,7 +150,9 @@ def as_text(model: str, config: EngineConfig, options: PlanOptions, found: Predi
             "",
             *_told(options, found.served),
         ]
-    lines += ["", f"to run it: {shlex.join(flags(model, config, options, found))}"]
+    lines.append("")
+    if found.fits or found.smallest is not None:
+        lines.append(f"to run it: {shlex.join(flags(model, config, options, found))}")
     lines.append(_source(found))
     return "\n".join(lines)
 

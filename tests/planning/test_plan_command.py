@@ -147,6 +147,22 @@ def test_a_length_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", MODEL, "--gpus", "L40S", "--num-gpu-blocks-override", "100"]) == 1
     text = capsys.readouterr().out
     assert "does not fit" in text and "maximum model length is 1600" in text
+    assert "tried" in text and "to run it" not in text
+
+
+def test_the_command_has_what_was_planned_with(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = (
+        *("--num-gpu-blocks-override", "3000", "--block-size", "32"),
+        *("--long-prefill-token-threshold", "512", "--gpu-memory-utilization", "0.8"),
+        *("--revision", "main", "--download-dir", "/tmp/hub"),
+    )
+    switches = ("--no-enable-prefix-caching", "--no-enable-chunked-prefill")
+    command = figures(capsys, MODEL, *QUICK, *settings, *switches)["command"].split()
+    pairs = set(zip(command, command[1:], strict=False))
+    assert set(zip(settings[::2], settings[1::2], strict=True)) <= pairs
+    assert set(switches) <= set(command)
+    plain = figures(capsys, MODEL, *QUICK)["command"]
+    assert "caching" not in plain and "chunked" not in plain and "blocks" not in plain
 
 
 def test_a_card_that_was_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
