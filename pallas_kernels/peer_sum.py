@@ -21,7 +21,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.rms_norm import HalfNormed, Rows
+from pallas_kernels.product_parts import call_by_name, result_shapes
+from pallas_kernels.rms_norm import Rows
 
 BOXES = 3
 NUM_WARPS = 4
@@ -131,20 +132,17 @@ def peer_sum(
         "residual": residual_TD,
         "next_scale": next_scale_D,
     }
-    outs = {"out": jax.ShapeDtypeStruct((T, D), x_TD.dtype)}
-    if next_scale_D is not None:
-        outs["next"] = outs["out"]
-        outs["next_square"] = jax.ShapeDtypeStruct((row_blocks, T), jnp.float32)
-    names = [name for name, operand in operands.items() if operand is not None]
-    results = pl.pallas_call(
-        partial(_kernel, names=(*names, *outs), box=peers.box, on_card=not interpret),
-        grid=(T * row_blocks // _blocks_of_program(x_TD.size // 2),),
-        out_shape=list(outs.values()),
-        compiler_params=pltriton.CompilerParams(num_warps=NUM_WARPS, num_stages=1),
-        interpret=interpret,
+    begins_norm = next_scale_D is not None
+    return call_by_name(
+        partial(_kernel, box=peers.box, on_card=not interpret),
+        operands,
+        result_shapes((T, D), x_TD.dtype, blocks=row_blocks, begins_norm=begins_norm),
         name="peer_sum",
-    )(*(operands[name] for name in names))
-    return Rows(results[0], None if next_scale_D is None else HalfNormed(*results[1:]))
+        programs=T * row_blocks // _blocks_of_program(x_TD.size // 2),
+        num_warps=NUM_WARPS,
+        num_stages=1,
+        interpret=interpret,
+    )
 
 
 def _kernel(*refs: Any, names: tuple[str, ...], box: int, on_card: bool) -> None:

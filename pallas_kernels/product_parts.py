@@ -12,12 +12,60 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.rms_norm import HalfNormed, Rows
+
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
 }
 NOT_IN_KERNELS = "gelu"  # the dialect has no erf
+
+
+def result_shapes(
+    shape: tuple[int, int], dtype: Any, *, blocks: int, begins_norm: bool
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Of the rows that a kernel makes, and of the first half of their norm if it begins it.
+
+    Args:
+        blocks: parts of a row, each of which has its own sum of squares.
+    """
+    outs = {"out": jax.ShapeDtypeStruct(shape, dtype)}
+    if begins_norm:
+        outs["next"] = outs["out"]
+        outs["next_square"] = jax.ShapeDtypeStruct((blocks, shape[0]), jnp.float32)
+    return outs
+
+
+def call_by_name(
+    kernel: Callable[..., None],
+    operands: Mapping[str, jax.Array | None],
+    outs: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    name: str,
+    programs: int,
+    num_warps: int,
+    num_stages: int,
+    interpret: bool,
+) -> Rows:
+    """Run a kernel that knows its operands and results by name, but for those that are None.
+
+    Args:
+        kernel: (*refs, names).
+        outs: as `result_shapes` has them, and what the kernel needs beside.
+    """
+    given = {key: operand for key, operand in operands.items() if operand is not None}
+    results = pl.pallas_call(
+        partial(kernel, names=(*given, *outs)),
+        grid=(programs,),
+        out_shape=list(outs.values()),
+        compiler_params=pltriton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        interpret=interpret,
+        name=name,
+    )(*given.values())
+    found = dict(zip(outs, results, strict=True))
+    half = HalfNormed(found["next"], found["next_square"]) if "next" in found else None
+    return Rows(found["out"], half)
 
 
 def gated(sums: jax.Array, axis: int, activation: str) -> jax.Array:

@@ -25,7 +25,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.product_parts import NOT_IN_KERNELS, gated, row_squares, share_sum
+from pallas_kernels.product_parts import (
+    NOT_IN_KERNELS,
+    call_by_name,
+    gated,
+    result_shapes,
+    row_squares,
+    share_sum,
+)
 from pallas_kernels.rms_norm import HalfNormed, Rows
 
 PACKED = 4  # weights of four bits in an element, the first in the lowest bits
@@ -201,34 +208,22 @@ def quantized_linear(
     }
     if zero_GF is not None:
         operands["sum"] = x_TD.astype(jnp.float32).reshape(T, groups, group).sum(-1).T
-    outs = {"out": jax.ShapeDtypeStruct((T, columns), dtype)}
-    if next_scale_F is not None:
-        outs["next"] = outs["out"]
-        outs["next_square"] = jax.ShapeDtypeStruct((blocks, T), jnp.float32)
+    outs = result_shapes((T, columns), dtype, blocks=blocks, begins_norm=next_scale_F is not None)
     if config.splits > 1:
         # One array serves all calls of a program: each leaves it as it was.
         operands["arrived"] = jnp.zeros((row_blocks * blocks,), jnp.int32)
         part = (row_blocks * blocks, config.splits, W, R)
         outs["part"] = jax.ShapeDtypeStruct(part, jnp.float32)
-    names = [name for name, operand in operands.items() if operand is not None]
-    results = pl.pallas_call(
-        partial(
-            _kernel,
-            names=(*names, *outs),
-            eps=eps,
-            activation=activation,
-            config=config,
-            on_card=not interpret,
-        ),
-        grid=(row_blocks * blocks * config.splits,),
-        out_shape=list(outs.values()),
-        compiler_params=pltriton.CompilerParams(
-            num_warps=config.num_warps, num_stages=config.num_stages
-        ),
-        interpret=interpret,
+    return call_by_name(
+        partial(_kernel, eps=eps, activation=activation, config=config, on_card=not interpret),
+        operands,
+        outs,
         name="quantized_linear",
-    )(*(operands[name] for name in names))
-    return Rows(results[0], None if next_scale_F is None else HalfNormed(*results[1:3]))
+        programs=row_blocks * blocks * config.splits,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
+    )
 
 
 def _kernel(

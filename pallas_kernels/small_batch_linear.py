@@ -21,7 +21,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.product_parts import NOT_IN_KERNELS, gated, row_squares, share_sum
+from pallas_kernels.product_parts import (
+    NOT_IN_KERNELS,
+    call_by_name,
+    gated,
+    result_shapes,
+    row_squares,
+    share_sum,
+)
 from pallas_kernels.rms_norm import HalfNormed, Rows
 
 MAX_ROWS = 64
@@ -143,34 +150,21 @@ def small_batch_linear(
         "residual": residual_TF,
         "next_scale": next_scale_F,
     }
-    outs = {"out": jax.ShapeDtypeStruct((T, F), x_TD.dtype)}
-    if next_scale_F is not None:
-        outs["next"] = outs["out"]
-        outs["next_square"] = jax.ShapeDtypeStruct((blocks, T), jnp.float32)
+    outs = result_shapes((T, F), x_TD.dtype, blocks=blocks, begins_norm=next_scale_F is not None)
     if config.splits > 1:
         # One array serves all calls of a program: each leaves it as it was.
         operands["arrived"] = jnp.zeros((blocks,), jnp.int32)
         outs["part"] = jax.ShapeDtypeStruct((blocks, config.splits, R, width), jnp.float32)
-    names = [name for name, operand in operands.items() if operand is not None]
-    results = pl.pallas_call(
-        partial(
-            _kernel,
-            names=(*names, *outs),
-            R=R,
-            eps=eps,
-            activation=activation,
-            config=config,
-            on_card=not interpret,
-        ),
-        grid=(blocks * config.splits,),
-        out_shape=list(outs.values()),
-        compiler_params=pltriton.CompilerParams(
-            num_warps=config.num_warps, num_stages=config.num_stages
-        ),
-        interpret=interpret,
+    return call_by_name(
+        partial(_kernel, R=R, eps=eps, activation=activation, config=config, on_card=not interpret),
+        operands,
+        outs,
         name="small_batch_linear",
-    )(*(operands[name] for name in names))
-    return Rows(results[0], None if next_scale_F is None else HalfNormed(*results[1:3]))
+        programs=blocks * config.splits,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
+    )
 
 
 def _kernel(
