@@ -121,7 +121,6 @@ def attend(
     scales: tuple[jax.Array, jax.Array] | None,
     rope: tuple[jax.Array, jax.Array],
     batch: StepBatch,
-    group: int,
     places: WritePlaces,
     *,
     backend: str,
@@ -139,9 +138,8 @@ def attend(
         layer_scales_2K: of its keys and values, where pages of this dtype have such.
         scales: of the queries' and of the keys' norm; None: the model has none.
         rope: cos and sin tables of the tokens' positions.
-        batch: the step.
-        group: KV group of the layer: `KVPagesSpec.place(layer)[0]`.
-        places: `write_places(batch, group, page_size)`.
+        batch: the step, with the page table of the layer's KV group alone.
+        places: `write_places` of that group.
         backend: a name from `attention_backend`.
         norm_eps, norm_plus_one: as `layers.norm.RMSNorm`.
         scale, window, softcap: as `pallas_kernels.paged_attention.paged_attention`.
@@ -149,7 +147,7 @@ def attend(
     Returns:
         [T, K * G, H] attention output (0 for padding) and the pages, updated in place if donated.
     """
-    ops = BACKENDS[backend]
+    ops, (page_table_BM,) = BACKENDS[backend], batch.page_tables
     q_TNH, values_P2KSH, page_scales = ops.write(
         qkv_TKXH,
         *rope,
@@ -164,7 +162,7 @@ def attend(
     out_TNH = ops.attend(
         q_TNH,
         values_P2KSH,
-        batch.page_tables[group],
+        page_table_BM,
         query_start_B1=batch.query_start_B1,
         kv_len_B=batch.kv_len_B,
         num_decodes=batch.num_decodes,

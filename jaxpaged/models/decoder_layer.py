@@ -70,7 +70,7 @@ class Attention(nn.Module):
         s = self.spec
         scales = (self.q_norm.scale, self.k_norm.scale) if s.qk_norm else None
         attend_heads: Callable[..., Any] = partial(
-            _attend_heads,
+            attend,
             backend=self.backend,
             norm_eps=s.norm_eps,
             norm_plus_one=s.norm_plus_one,
@@ -85,20 +85,6 @@ class Attention(nn.Module):
             Rows(out_TNH), residual=residual_TD, next_norm=next_norm, peers=batch.peers(ATTENTION)
         )
         return mixed, pages
-
-
-def _attend_heads(
-    qkv_TKXH: jax.Array,
-    pages: KVPages,
-    layer_scales_2K: jax.Array | None,
-    scales: tuple[jax.Array, jax.Array] | None,
-    rope: tuple[jax.Array, jax.Array],
-    batch: StepBatch,
-    places: WritePlaces,
-    **options: Any,
-) -> tuple[jax.Array, KVPages]:
-    """Attention of one layer, whose KV group's page table is the only one in `batch`."""
-    return attend(qkv_TKXH, pages, layer_scales_2K, scales, rope, batch, 0, places, **options)
 
 
 class MLP(nn.Module):

@@ -80,7 +80,6 @@ def test_a_step_writes_its_keys_and_sees_them(backend: str) -> None:
             attend,
             layer_scales_2K=None,
             scales=None,
-            group=0,
             backend=backend,
             norm_eps=0.0,
             norm_plus_one=False,
