@@ -19,15 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import (
-    add_engine_flags,
-    engine_settings,
-    markdown,
-    memory_figures,
-    model_settings,
-    seconds_since_start,
-    write_results,
-)
+from benchmarks.common import markdown, model_settings, seconds_since_start, write_results
+from benchmarks.engine_flags import add_engine_flags, engine_settings, memory_figures
 from jaxpaged import LLM, SamplingParams
 
 SERVING_SEQS = 256
@@ -87,6 +80,12 @@ def step_times(
     return taken
 
 
+def step_ms(taken: dict[int, list[float]]) -> float:
+    """Milliseconds of a step, from what `step_times` found."""
+    (few, short), (many, long) = ((count, median(found)) for count, found in taken.items())
+    return 1e3 * (long - short) / (many - few)
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -120,11 +119,10 @@ def main() -> None:
         for size in args.batch:
             prompts = draw.integers(0, llm.info.vocab_size, (size, args.context)).tolist()
             taken = step_times(llm, prompts, args.steps, args.repeats)
-            short, long = map(median, taken.values())
-            step_ms = 1e3 * (long - short) / args.steps
+            taken_ms = step_ms(taken)
             runs.append({"batch": size, "seconds": taken})
-            rows.append({"batch": size, "step ms": step_ms})
-            print(f"batch {size:4d}, context {args.context}: {step_ms:7.3f} ms a step")
+            rows.append({"batch": size, "step ms": taken_ms})
+            print(f"batch {size:4d}, context {args.context}: {taken_ms:7.3f} ms a step")
         memory = memory_figures(llm)
         print(memory)
         write_results(

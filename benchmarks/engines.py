@@ -19,14 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import (
-    add_engine_flags,
-    engine_settings,
-    markdown,
-    memory_figures,
-    write_results,
-)
+from benchmarks.common import markdown, write_results
 from benchmarks.decode_latency import SERVING, SERVING_SEQS, dummy_llm, step_times
+from benchmarks.engine_flags import add_engine_flags, engine_settings, memory_figures
 from benchmarks.offline_throughput import StepCounter, measure
 from jaxpaged.planning.lengths import fixed
 

@@ -16,15 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import (
-    add_engine_flags,
-    engine_settings,
-    markdown,
-    memory_figures,
-    model_settings,
-    seconds_since_start,
-    write_results,
-)
+from benchmarks.common import markdown, model_settings, seconds_since_start, write_results
+from benchmarks.engine_flags import add_engine_flags, engine_settings, memory_figures
 from jaxpaged import LLM, SamplingParams
 from jaxpaged.planning.lengths import MAX_TOTAL, Lengths, fixed, random_prompts, sharegpt
 

@@ -83,21 +83,26 @@ def compare(
     }
 
 
-def main() -> None:
-    """Compare schemes and write results/NAME.json."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_flags(parser: argparse.ArgumentParser, schemes: Sequence[str], name: str) -> None:
+    """Which model in which schemes, and where the results go; the defaults of the latter two."""
     parser.add_argument("--model", help="folder or hub id (default: the built-in model)")
-    parser.add_argument("--text", type=Path, default=TEXT, help="UTF-8 file to read")
-    parser.add_argument("--stretch", type=int, default=512, help="tokens that see each other")
-    parser.add_argument("--stretches", type=int, default=8, help="stretches at most")
     parser.add_argument(
         "--schemes",
         nargs="+",
-        default=SCHEMES,
+        default=schemes,
         metavar="SETTING=VALUE[,...]",
         help="settings of the engine; without a dtype, activations are float32",
     )
-    parser.add_argument("--name", default="quality", help="of the file in results/")
+    parser.add_argument("--name", default=name, help="of the file in results/")
+
+
+def main() -> None:
+    """Compare schemes and write results/NAME.json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--text", type=Path, default=TEXT, help="UTF-8 file to read")
+    parser.add_argument("--stretch", type=int, default=512, help="tokens that see each other")
+    parser.add_argument("--stretches", type=int, default=8, help="stretches at most")
+    add_flags(parser, SCHEMES, "quality")
     args = parser.parse_args()
     folder = model_files.resolve_model(args.model)
     token_ids = Tokenizer.load(folder).encode(args.text.read_text())

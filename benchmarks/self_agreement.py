@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from benchmarks.common import markdown, write_results
-from benchmarks.quality import TEXT, divergence, settings_of, stretches
+from benchmarks.quality import TEXT, add_flags, divergence, settings_of, stretches
 from jaxpaged import model_files
 from jaxpaged.config import EngineConfig
 from jaxpaged.core.request import Request
@@ -154,17 +154,9 @@ def agreement(
 def main() -> None:
     """Compare each scheme with itself and write results/NAME.json."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", help="folder or hub id (default: the built-in model)")
     parser.add_argument("--length", type=int, default=256, help="tokens of a text")
     parser.add_argument("--texts", type=int, default=6, help="texts side by side")
-    parser.add_argument(
-        "--schemes",
-        nargs="+",
-        default=SCHEMES,
-        metavar="SETTING=VALUE[,...]",
-        help="settings of the engine; without a dtype, activations are float32",
-    )
-    parser.add_argument("--name", default="self_agreement", help="of the file in results/")
+    add_flags(parser, SCHEMES, "self_agreement")
     args = parser.parse_args()
     folder = model_files.resolve_model(args.model)
     texts = stretches(Tokenizer.load(folder).encode(TEXT.read_text()), args.length, args.texts)

@@ -26,7 +26,8 @@ sys.path[:0] = [str(ROOT), str(FIXTURES)]
 
 import tiny_models  # noqa: E402
 
-from benchmarks.common import add_engine_flags, engine_settings, write_results  # noqa: E402
+from benchmarks.common import write_results  # noqa: E402
+from benchmarks.engine_flags import add_engine_flags, engine_settings  # noqa: E402
 from jaxpaged import LLM, SamplingParams  # noqa: E402
 from jaxpaged.models import load_spec  # noqa: E402
 from jaxpaged.models.spread import spread_spec  # noqa: E402
