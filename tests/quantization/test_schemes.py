@@ -15,11 +15,11 @@ from jaxpaged.quantization import KERNEL, ON_THE_FLY, Around, UnsupportedQuantiz
 from jaxpaged.quantization import fp8 as fp8_module
 from jaxpaged.quantization import scheme as scheme_module
 from jaxpaged.quantization.fp8 import Fp8, quantize_rows
-from jaxpaged.quantization.scheme import divides
+from jaxpaged.quantization.scheme import divides, finished
 from jaxpaged.quantization.weight_only import WeightOnly, pack_int4, unpack_int4
 from pallas_kernels.quantized_linear import quantized_linear
 from pallas_kernels.rms_norm import Norm, Rows, rms_norm
-from pallas_kernels.round_rows import round_rows
+from pallas_kernels.round_rows import round_gated, round_rows
 
 RNG = np.random.default_rng(0)
 SCHEMES = {name: quantized.scheme for name, quantized in ON_THE_FLY.items()} | {
@@ -134,6 +134,41 @@ def test_few_rows_on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         np.testing.assert_allclose(
             np.asarray(fused, float), np.asarray(plain, float), rtol=2e-2, atol=atol
         )
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_8_bit_floats_of_many_rows_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, activation: str
+) -> None:
+    """A gated product and the next: each row is read once to be rounded, and nothing else is."""
+    for name, kernel in (("round_rows", round_rows), ("round_gated", round_gated)):
+        monkeypatch.setattr(fp8_module, name, partial(kernel, interpret=True))
+    x_TI, scheme = normal(20, 128).astype(jnp.bfloat16), Fp8()
+    wide, down = (
+        arranged(scheme.quantize(normal(*shape)), len(shape)) for shape in ((2, 72, 128), (96, 72))
+    )
+    norm = Norm(jnp.ones(128, jnp.bfloat16), 1e-6, plus_one=False)
+    around = Around(norm, normal(2, 72).astype(jnp.bfloat16), activation)
+    after = Around(residual=normal(20, 96).astype(jnp.bfloat16))
+
+    def both(x_TI: jax.Array) -> tuple[Any, Any]:
+        gated = scheme.fused(Rows(x_TI), wide, around, jnp.bfloat16)
+        return gated.x, scheme.fused(gated, down, after, jnp.bfloat16).x
+
+    def last(x_TI: jax.Array) -> Any:
+        return both(x_TI)[1]
+
+    found = [np.asarray(y, float) for y in jax.jit(both)(x_TI)]
+    y = scheme.product(rms_norm(x_TI, norm).astype(jnp.bfloat16), wide, jnp.bfloat16)
+    y = finished(y, jnp.bfloat16, around.bias, activation)
+    z = after.residual + scheme.product(y, down, jnp.bfloat16)
+    # XLA may leave out a rounding to bfloat16, and a value be rounded to its neighbour in e4m3.
+    for got, plain in zip(found, (y, z), strict=True):
+        want = np.asarray(plain, float)
+        assert np.abs(got - want).max() < 5e-2 * np.abs(want).max()
+        assert np.abs(got - want).mean() < 2e-2 * np.abs(want).mean()
+    calls = str(jax.make_jaxpr(last)(x_TI)).count("pallas_call")
+    assert calls == 2
 
 
 def test_one_scale_a_tensor_or_an_output() -> None:
