@@ -61,7 +61,7 @@ class Rows(NamedTuple):
 
     Attributes:
         half_normed: the first half of the norm that comes next.
-        rounded: for a product of 8-bit floats.
+        rounded: for a product of 8-bit floats, normalised if a norm comes first.
     """
 
     x: jax.Array

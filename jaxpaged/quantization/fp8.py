@@ -28,6 +28,7 @@ from pallas_kernels.rms_norm import Rows
 from pallas_kernels.round_rows import (
     E4M3,
     MAX_WIDTH,
+    round_added,
     round_gated,
     round_rows,
     row_scale,
@@ -83,10 +84,10 @@ class Fp8:
     def fused(
         self, rows: Rows, arrays: Mapping[str, jax.Array], around: Around, dtype: Any
     ) -> Rows | None:
-        """Rows are normalised and rounded by one kernel; few are multiplied by another, more by
-        XLA's, and what a gate makes of those is rounded for the next product by one more.
+        """Rows are normalised and rounded by one kernel. Few are multiplied by another; of more,
+        XLA makes sums, and what follows those is rounded for the next product, too.
         """
-        norm, bias, activation, residual, _ = around
+        norm, bias, activation, residual, next_norm = around
         if rows.x.shape[1] > MAX_WIDTH:
             return None
         q_TI, scale_T1 = rows.rounded or round_rows(rows.x, norm)
@@ -94,10 +95,14 @@ class Fp8:
             plain = around._replace(norm=None, next_norm=None)
             return few_rows(q_TI, arrays, plain, scale_T1[:, 0], dtype=dtype)
         sums, scale = contract(q_TI, arrays[KERNEL], dtype=sum_dtype(dtype)), arrays["kernel_scale"]
+        fits = sums.shape[-1] <= MAX_WIDTH
+        if residual is not None and next_norm is not None and sums.ndim == 2 and fits:
+            return round_added(sums, scale_T1, scale, residual, next_norm, bias)
         y = finished(_scaled(sums, scale_T1, arrays, dtype), dtype, bias, activation, residual)
-        rounded = None
-        if activation not in (None, NOT_IN_KERNELS) and y.shape[1] <= MAX_WIDTH:
-            rounded = round_gated(sums, scale_T1, scale, activation, bias, dtype=dtype)
+        if activation in (None, NOT_IN_KERNELS) or not fits:
+            return Rows(y)
+        # What is not needed of the two is not computed.
+        rounded = round_gated(sums, scale_T1, scale, activation, bias, dtype=dtype)
         return Rows(y, rounded=rounded)
 
 
