@@ -1,7 +1,8 @@
-"""Check products of few rows against float64 on the GPU, and time them beside XLA's.
+"""Check a layer's products on the GPU, and time those of few rows beside XLA's.
 
-Prints a line a product, then microseconds a layer of a chain of layers' four products, with norms,
-activation and residuals, each layer with weights of its own. Returns 1 if any product is wrong.
+Products of few rows against float64, quantized ones against XLA's of the same weights. Prints a
+line a product, then microseconds a layer of a chain of layers' four products, with norms, activation
+and residuals, each layer with weights of its own. Returns 1 if any product is wrong.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from jaxpaged.layers.linear import Linear
+from jaxpaged.quantization import ON_THE_FLY, Scheme, arrange
 from pallas_kernels.rms_norm import Norm, Rows
 
 LAYERS = 28
@@ -27,25 +29,50 @@ SHAPES = {"qkv": (D, (QKV,)), "o": (HEADS, (D,)), "gate_up": (D, (2, F)), "down"
 Params = dict[str, jax.Array]
 
 
-def product(name: str, params: Params, rows: Rows, fuse: bool, **options: Any) -> Rows:
+def product(
+    name: str, params: Params, rows: Rows, fuse: bool, scheme: Scheme | None = None, **options: Any
+) -> Rows:
     """One of the layer's products as the model runs it."""
     inputs, outputs = SHAPES[name]
     axes = (None,) * len(outputs)
-    layer = Linear((inputs,), outputs, (None,), axes, dtype=params[name].dtype, fuse=fuse)
-    return layer.apply({"params": {"kernel": params[name]}}, rows, **options)
+    layer = Linear((inputs,), outputs, (None,), axes, dtype=jnp.bfloat16, fuse=fuse, scheme=scheme)
+    weights = {"kernel": params[name]} if scheme is None else stored(scheme, params[name])
+    return layer.apply({"params": weights}, rows, **options)
 
 
-def run_layer(params: Params, rows: Rows, fuse: bool) -> dict[str, Rows]:
+def stored(scheme: Scheme, kernel: jax.Array) -> Params:
+    """What a scheme makes of a kernel [inputs, *outputs]."""
+    rows = jnp.moveaxis(kernel.astype(jnp.float32), 0, -1)
+    made = scheme.quantize(rows)
+    return {name: arrange(name, x, x.ndim == rows.ndim) for name, x in made.items()}
+
+
+def run_layer(
+    params: Params,
+    rows: Rows,
+    fuse: bool,
+    scheme: Scheme | None = None,
+    given: dict[str, jax.Array] | None = None,
+) -> dict[str, Rows]:
     """What each of a layer's products makes of the one before; attention is left out.
 
     All norms have the same factors.
+
+    Args:
+        given: what each makes, so that all are made of the same.
     """
-    run = partial(product, params=params, fuse=fuse)
+    run = partial(product, params=params, fuse=fuse, scheme=scheme)
     norm = Norm(params["scale"], 1e-6, plus_one=False)
+
+    def after(name: str, made: Rows) -> Rows:
+        return made if given is None else Rows(given[name])
+
     qkv = run("qkv", rows=rows, norm=norm)
-    o = run("o", rows=Rows(qkv.x[:, :HEADS]), residual=rows.x, next_norm=norm)
-    gate_up = run("gate_up", rows=o, norm=norm, activation="silu")
-    down = run("down", rows=gate_up, residual=o.x, next_norm=norm)
+    heads = Rows(after("qkv", qkv).x[:, :HEADS])
+    o = run("o", rows=heads, residual=rows.x, next_norm=norm)
+    gate_up = run("gate_up", rows=after("o", o), norm=norm, activation="silu")
+    residual = after("o", o).x
+    down = run("down", rows=after("gate_up", gate_up), residual=residual, next_norm=norm)
     return {"qkv": qkv, "o": o, "gate_up": gate_up, "down": down}
 
 
@@ -90,6 +117,26 @@ def check(T: int) -> bool:
     return good
 
 
+def check_scheme(name: str, T: int) -> bool:
+    """Whether each product is what XLA makes of the same rows.
+
+    Where rows are rounded, one may go to its neighbour in e4m3 on either side.
+    """
+    scheme, params, x_TD = ON_THE_FLY[name].scheme, weights(0), random(99, T, D, scale=1)
+    run = partial(run_layer, params, Rows(x_TD), scheme=scheme)
+    got = {key: y.x for key, y in jax.jit(partial(run, True))().items()}
+    plain = jax.jit(lambda given: run(False, given=given))(got)
+    good = True
+    for key in SHAPES:
+        y, want = (np.asarray(x, np.float64) for x in (got[key], plain[key].x))
+        away = np.abs(y - want) / (1 + np.abs(want))
+        fine = bool(away.max() < 0.25 and away.mean() < 1e-2)  # NaN is not
+        verdict = "ok  " if fine else "BAD "
+        print(verdict, f"{away.max():.1e} {away.mean():.1e}", key, name, f"T {T}", flush=True)
+        good &= fine
+    return good
+
+
 def microseconds(T: int, fuse: bool) -> float:
     """A layer's share of a chain of layers, median of five."""
     scale = weights(0)["scale"]  # of all norms: the layer before begins a layer's first
@@ -114,6 +161,7 @@ def microseconds(T: int, fuse: bool) -> float:
 def main() -> int:
     """Check, then time; returns 1 if any product is wrong."""
     good = all([check(T) for T in (1, 8, 16, 27, 32, 64)])
+    good &= all([check_scheme(name, T) for name in ON_THE_FLY for T in (5, 40, 128, 300)])
     for T in (8, 16, 32, 64):
         xla, fused = microseconds(T, False), microseconds(T, True)
         print(f"T {T}: {fused:.1f} us a layer, XLA {xla:.1f}", flush=True)
