@@ -42,7 +42,7 @@ run() {
 
 kernels() {
   run 180 scripts/check_gpu_kernels.py
-  run 60 scripts/check_gpu_linear.py
+  run 100 scripts/check_gpu_linear.py
   run 150 -m benchmarks.kernels
   run 60 -m benchmarks.sampling
 }
