@@ -44,11 +44,29 @@ class HalfNormed(NamedTuple):
     square_XT: jax.Array
 
 
+class Rounded(NamedTuple):
+    """Rows in 8-bit floats.
+
+    Attributes:
+        q_TD: e4m3.
+        scale_T1: float32, of each row; each device has its own for its part of rows that are split.
+    """
+
+    q_TD: jax.Array
+    scale_T1: jax.Array
+
+
 class Rows(NamedTuple):
-    """Rows, and the first half of the norm that comes next if what made them did that too."""
+    """Rows, and what else the kernel that made them has made of them.
+
+    Attributes:
+        half_normed: the first half of the norm that comes next.
+        rounded: for a product of 8-bit floats, normalised if a norm comes first.
+    """
 
     x: jax.Array
     half_normed: HalfNormed | None = None
+    rounded: Rounded | None = None
 
 
 def half_norm(x_TD: jax.Array, scale_D: jax.Array) -> HalfNormed:

@@ -14,9 +14,8 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxpaged.parallel.sharding import num_parts, split_product
-from jaxpaged.quantization import Around, ArraySpec, Scheme, divides
+from jaxpaged.quantization import Around, ArraySpec, Scheme, divides, finished
 from pallas_kernels.peer_sum import Peers, is_supported, peer_sum
-from pallas_kernels.product_parts import ACTIVATIONS
 from pallas_kernels.rms_norm import Norm, Rows, half_norm, rms_norm
 from pallas_kernels.small_batch_linear import is_faster, small_batch_linear
 
@@ -153,7 +152,7 @@ def _product(
         kernel = kernel.reshape(x_TI.shape[1], *kernel.shape[num_inputs:])
     found = None
     if fuse:
-        here = Rows(x_TI, rows.half_normed)
+        here = rows._replace(x=x_TI)
         found = (
             _fused(here, kernel, around)
             if scheme is None
@@ -189,13 +188,7 @@ def _product(
                 next_scale_D=scale_D,
             )
         y = lax.psum(y, axis)
-    if bias is not None:
-        y += bias
-    if activation is not None:
-        y = y.astype(jnp.float32)
-        y = ACTIVATIONS[activation](y[:, 0]) * y[:, 1]
-    y = y.astype(result_dtype)
-    return Rows(y if residual is None else residual + y)
+    return Rows(finished(y, result_dtype, bias, activation, residual))
 
 
 def _normed(x_TI: jax.Array, norm: Norm | None, dtype: Any) -> jax.Array:
@@ -214,7 +207,7 @@ def _fused(rows: Rows, kernel: jax.Array, around: Around) -> Rows | None:
     if _plus_one(norm, next_norm) or not is_faster(rows.x, merged, activation):
         return None
     half = norm and (rows.half_normed or half_norm(rows.x, norm.scale_D))
-    y, half_normed = small_batch_linear(
+    made = small_batch_linear(
         half or rows.x,
         merged,
         eps=norm.eps if norm else 0.0,
@@ -223,7 +216,7 @@ def _fused(rows: Rows, kernel: jax.Array, around: Around) -> Rows | None:
         residual_TF=residual,
         next_scale_F=next_norm.scale_D if next_norm else None,
     )
-    return Rows(y if gated else y.reshape(-1, *kernel.shape[1:]), half_normed)
+    return made if gated else made._replace(x=made.x.reshape(-1, *kernel.shape[1:]))
 
 
 def _plus_one(*norms: Norm | None) -> bool:

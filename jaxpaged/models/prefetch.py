@@ -36,10 +36,10 @@ def fetch(layer: nn.Module, after: Any) -> tuple[Callable[..., Any], Any]:
     """
     module, variables = layer.unbind()
     after, variables = jax.lax.optimization_barrier((after, variables))
-    return partial(module.apply, jax.tree.map(_on_device, variables)), after
+    return partial(module.apply, jax.tree_util.tree_map_with_path(_on_device, variables)), after
 
 
-def _on_device(leaf: jax.Array) -> jax.Array:
-    if jax.typeof(leaf).memory_space is not jax.memory.Space.Host:
-        return leaf
-    return jax.device_put(leaf, jax.memory.Space.Device)
+def _on_device(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+    # By name, since a traced array tells where it lies only if its sharding has a mesh.
+    is_hosted = is_matrix(jax.tree_util.keystr(path, simple=True, separator="/"))
+    return jax.device_put(leaf, jax.memory.Space.Device) if is_hosted else leaf

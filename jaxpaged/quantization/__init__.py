@@ -19,6 +19,7 @@ from jaxpaged.quantization.scheme import (
     UnsupportedQuantizationError,
     arrange,
     divides,
+    finished,
 )
 from jaxpaged.quantization.weight_only import WeightOnly
 
@@ -37,6 +38,7 @@ __all__ = [
     "arrange",
     "checkpoint_reader",
     "divides",
+    "finished",
 ]
 
 # What `--quantization` makes of ordinary weights.

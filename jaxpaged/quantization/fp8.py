@@ -20,10 +20,20 @@ from jaxpaged.quantization.scheme import (
     contract,
     few_rows,
     few_rows_fit,
+    finished,
     sum_dtype,
 )
+from pallas_kernels.product_parts import NOT_IN_KERNELS
 from pallas_kernels.rms_norm import Rows
-from pallas_kernels.round_rows import E4M3, MAX_WIDTH, round_rows, row_scale, to_e4m3
+from pallas_kernels.round_rows import (
+    E4M3,
+    MAX_WIDTH,
+    round_added,
+    round_gated,
+    round_rows,
+    row_scale,
+    to_e4m3,
+)
 
 
 @dataclass(frozen=True)
@@ -68,20 +78,41 @@ class Fp8:
     def product(self, x_TI: jax.Array, arrays: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
         """Products of 8-bit floats, scaled after they are summed."""
         q_TI, scale_T = quantize_rows(x_TI)
-        scale = arrays["kernel_scale"]
-        y = contract(q_TI, arrays[KERNEL], dtype=sum_dtype(dtype)).astype(jnp.float32)
-        return (y * scale_T.reshape(-1, *(1,) * scale.ndim) * scale).astype(dtype)
+        sums = contract(q_TI, arrays[KERNEL], dtype=sum_dtype(dtype))
+        return _scaled(sums, scale_T[:, None], arrays, dtype)
 
     def fused(
         self, rows: Rows, arrays: Mapping[str, jax.Array], around: Around, dtype: Any
     ) -> Rows | None:
-        """Rows are normalised and rounded by one kernel, multiplied by another."""
-        around, norm = around._replace(norm=None, next_norm=None), around.norm
-        shape = rows.x.shape
-        if shape[1] > MAX_WIDTH or not few_rows_fit(shape, E4M3, arrays, around.activation):
+        """Rows are normalised and rounded by one kernel. Few are multiplied by another; of more,
+        XLA makes sums, and what follows those is rounded for the next product, too.
+        """
+        norm, bias, activation, residual, next_norm = around
+        if rows.x.shape[1] > MAX_WIDTH:
             return None
-        q_TI, scale_T = round_rows(rows.x, norm)
-        return few_rows(q_TI, arrays, around, scale_T, dtype=dtype)
+        q_TI, scale_T1 = rows.rounded or round_rows(rows.x, norm)
+        if few_rows_fit(q_TI.shape, E4M3, arrays, activation):
+            plain = around._replace(norm=None, next_norm=None)
+            return few_rows(q_TI, arrays, plain, scale_T1[:, 0], dtype=dtype)
+        sums, scale = contract(q_TI, arrays[KERNEL], dtype=sum_dtype(dtype)), arrays["kernel_scale"]
+        fits = sums.shape[-1] <= MAX_WIDTH
+        if residual is not None and next_norm is not None and sums.ndim == 2 and fits:
+            return round_added(sums, scale_T1, scale, residual, next_norm, bias)
+        y = finished(_scaled(sums, scale_T1, arrays, dtype), dtype, bias, activation, residual)
+        if activation in (None, NOT_IN_KERNELS) or not fits:
+            return Rows(y)
+        # What is not needed of the two is not computed.
+        rounded = round_gated(sums, scale_T1, scale, activation, bias, dtype=dtype)
+        return Rows(y, rounded=rounded)
+
+
+def _scaled(
+    sums: jax.Array, scale_T1: jax.Array, arrays: Mapping[str, jax.Array], dtype: Any
+) -> jax.Array:
+    """Products [T, *outputs] of their sums in 8-bit floats."""
+    scale = arrays["kernel_scale"]
+    y = sums.astype(jnp.float32) * scale_T1.reshape(-1, *(1,) * scale.ndim) * scale
+    return y.astype(dtype)
 
 
 def quantize_rows(x_TI: jax.Array) -> tuple[jax.Array, jax.Array]:

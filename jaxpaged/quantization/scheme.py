@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.product_parts import NOT_IN_KERNELS
+from pallas_kernels.product_parts import ACTIVATIONS, NOT_IN_KERNELS
 from pallas_kernels.quantized_linear import is_supported, quantized_linear
 from pallas_kernels.rms_norm import HalfNormed, Norm, Rows
 
@@ -185,6 +185,23 @@ def contract(
     )
 
 
+def finished(
+    y: jax.Array,
+    dtype: Any,
+    bias: jax.Array | None = None,
+    activation: str | None = None,
+    residual: jax.Array | None = None,
+) -> jax.Array:
+    """What comes after a product, in `dtype`; see `Around`."""
+    if bias is not None:
+        y += bias
+    if activation is not None:
+        y = y.astype(jnp.float32)
+        y = ACTIVATIONS[activation](y[:, 0]) * y[:, 1]
+    y = y.astype(dtype)
+    return y if residual is None else residual + y
+
+
 def sum_dtype(dtype: Any) -> Any:
     """Of sums that are yet to be scaled: the model's, but float16 could overflow."""
     return jnp.float32 if dtype == jnp.float16 else dtype
@@ -233,7 +250,7 @@ def few_rows(
     bias, residual, next_norm = around.bias, around.residual, around.next_norm
     if next_norm is not None and not in_halves(next_norm, dtype):
         next_norm = None
-    y, half_normed = quantized_linear(
+    rows = quantized_linear(
         x,
         kernel.reshape(F, -1),
         scale.reshape(*lead, F),
@@ -246,4 +263,4 @@ def few_rows(
         next_scale_F=None if next_norm is None else next_norm.scale_D,
         dtype=dtype,
     )
-    return Rows(y if around.activation else y.reshape(-1, *outputs), half_normed)
+    return rows if around.activation else rows._replace(x=rows.x.reshape(-1, *outputs))

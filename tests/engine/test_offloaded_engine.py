@@ -9,6 +9,7 @@ import jax
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.engine_core import EngineCore
 from jaxpaged.parallel.sharding import HOST
+from jaxpaged.runtime.programs import Forward
 from tests.engine.harness import (
     LLAMA,
     VOCAB,
@@ -37,6 +38,11 @@ def test_tokens_are_those_of_weights_on_the_device(tmp_path: Path) -> None:
     (stage,) = core._runner.stages
     assert stage.model.host_layers == (0, 1, 2)  # three in turn where there is room for two
     assert stage.params["layers_2"]["mlp"]["down"]["kernel"].sharding.memory_kind == HOST
+    keys = [key for key in stage.executables._compiled if isinstance(key, Forward)]
+    for key in keys:  # else XLA would multiply in host memory
+        program = stage.executables._program(key)
+        assert str(jax.make_jaxpr(program.function)(*program.args)).count("device_put[") == 3 * 4
+    assert keys
     on_device = jax.device_put(stage.params, stage.state.last_token.sharding)
     naive, stats = Naive(stage.model.clone(host_layers=()), on_device), core.stats()
     for (name, _), found in tokens.items():

@@ -217,7 +217,8 @@ def compile_quantized(
     ) -> Rows:
         norm, x, activation = Norm(factor_D, 1e-6, False), half_norm(x_TD, factor_D), None
         if kernel == "float8_e4m3fn":
-            x, rest["row_scale_T"] = round_rows(x_TD, norm)
+            x, scale_T1 = round_rows(x_TD, norm)
+            rest["row_scale_T"] = scale_T1[:, 0]
         if "residual_TF" not in rest:
             activation = "silu"
         return quantized_linear(

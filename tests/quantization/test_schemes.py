@@ -15,11 +15,11 @@ from jaxpaged.quantization import KERNEL, ON_THE_FLY, Around, UnsupportedQuantiz
 from jaxpaged.quantization import fp8 as fp8_module
 from jaxpaged.quantization import scheme as scheme_module
 from jaxpaged.quantization.fp8 import Fp8, quantize_rows
-from jaxpaged.quantization.scheme import divides
+from jaxpaged.quantization.scheme import divides, finished
 from jaxpaged.quantization.weight_only import WeightOnly, pack_int4, unpack_int4
 from pallas_kernels.quantized_linear import quantized_linear
 from pallas_kernels.rms_norm import Norm, Rows, rms_norm
-from pallas_kernels.round_rows import round_rows
+from pallas_kernels.round_rows import round_added, round_gated, round_rows
 
 RNG = np.random.default_rng(0)
 SCHEMES = {name: quantized.scheme for name, quantized in ON_THE_FLY.items()} | {
@@ -134,6 +134,46 @@ def test_few_rows_on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         np.testing.assert_allclose(
             np.asarray(fused, float), np.asarray(plain, float), rtol=2e-2, atol=atol
         )
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_8_bit_floats_of_many_rows_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, activation: str
+) -> None:
+    """Three products in a row: between two of them rows are read by one kernel, by nothing else
+    but where that has no such activation.
+    """
+    kernels = {"round_rows": round_rows, "round_gated": round_gated, "round_added": round_added}
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(fp8_module, name, partial(kernel, interpret=True))
+    x_TI, scheme = normal(20, 128).astype(jnp.bfloat16), Fp8()
+    wide, down, last = (
+        arranged(scheme.quantize(normal(*shape)), len(shape))
+        for shape in ((2, 72, 128), (96, 72), (40, 96))
+    )
+    norm, next_norm = (Norm(jnp.ones(n, jnp.bfloat16), 1e-6, plus_one=False) for n in (128, 96))
+    around = Around(norm, normal(2, 72).astype(jnp.bfloat16), activation)
+    after = Around(residual=normal(20, 96).astype(jnp.bfloat16), next_norm=next_norm)
+
+    def products(x_TI: jax.Array) -> list[Any]:
+        gated = scheme.fused(Rows(x_TI), wide, around, jnp.bfloat16)
+        added = scheme.fused(gated, down, after, jnp.bfloat16)
+        return [gated.x, added.x, scheme.fused(added, last, Around(next_norm), jnp.bfloat16).x]
+
+    def plain(x_TI: jax.Array) -> list[Any]:
+        y = scheme.product(rms_norm(x_TI, norm).astype(jnp.bfloat16), wide, jnp.bfloat16)
+        y = finished(y, jnp.bfloat16, around.bias, activation)
+        z = after.residual + scheme.product(y, down, jnp.bfloat16)
+        normed = rms_norm(z, next_norm).astype(jnp.bfloat16)
+        return [y, z, scheme.product(normed, last, jnp.bfloat16)]
+
+    # XLA may leave out a rounding to bfloat16, and a value be rounded to its neighbour in e4m3.
+    for got, wanted in zip(jax.jit(products)(x_TI), jax.jit(plain)(x_TI), strict=True):
+        got, want = np.asarray(got, float), np.asarray(wanted, float)
+        assert np.abs(got - want).max() < 5e-2 * np.abs(want).max()
+        assert np.abs(got - want).mean() < 2e-2 * np.abs(want).mean()
+    jaxpr = str(jax.make_jaxpr(lambda x_TI: products(x_TI)[-1])(x_TI))
+    assert jaxpr.count("pallas_call[") == 3
 
 
 def test_one_scale_a_tensor_or_an_output() -> None:
