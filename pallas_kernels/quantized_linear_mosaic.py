@@ -1,61 +1,59 @@
-"""Products with kernels stored in 8 or 4 bits for Hopper, in Pallas' Mosaic GPU dialect.
+"""Products with kernels of integers in 8 or 4 bits for Hopper, in Pallas' Mosaic GPU dialect.
 
-The kernel is the left operand, [outputs, terms], as in quantized_linear. One warpgroup brings its
-tiles and those of the rows in by TMA, through a ring that takes most of the shared memory; the
-others multiply: 8-bit floats by 8-bit floats from shared memory, integers after they were widened
-in registers. The steps of all blocks' sums lie in a row, of which each multiprocessor has an equal
-part, so none waits for others. A sum that several had a part of is added up by the one that comes
-last, always in the same order.
+The kernel is the left operand, [outputs, terms], as in quantized_linear, for more rows than that
+one serves well. A warpgroup brings tiles of kernel and rows in by TMA, through a ring that takes
+most of the shared memory; the others widen integers in registers, from where they go into the
+tensor core. The programs of a cluster have outputs of their own and share the rows: each brings
+a part of them into the memory of all.
+
+The steps of all blocks' sums lie in a row, of which each cluster takes an equal part: none waits
+for others. A sum that several had a part of is added up by the one that comes last, always in the
+same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 
-from pallas_kernels.product_parts import ACTIVATIONS, result_shapes
+from pallas_kernels.mosaic_elements import (
+    RUN,
+    SCRATCH,
+    WGMMA,
+    Outputs,
+    add_part,
+    arrive,
+    half_of_bands,
+    load_block,
+    load_outputs,
+    load_row_sums,
+    others_arrived,
+    part_shape,
+    stack,
+    store_block,
+    store_part,
+    store_rows,
+    sum_of_outputs,
+    unpack_run,
+)
+from pallas_kernels.product_parts import ACTIVATIONS, NOT_IN_KERNELS, result_shapes
 from pallas_kernels.rms_norm import HalfNormed, Rows
 
-E4M3 = jnp.float8_e4m3fn
-PROGRAMS = 132  # multiprocessors of an H100 or H200
-PACKED = 4  # weights of four bits in an element, the first in the lowest bits
-RUN = 64  # terms of which the first, second, third and last sixteen share elements
-LINE = 128  # bytes of swizzled shared memory
-WARPGROUPS = 2  # that multiply
+MIN_ROWS, MAX_ROWS = 17, 128  # fewer, and more, cost less elsewhere
+LINE = 128  # bytes of swizzled shared memory: of an output's weights in a step
+BAND = 64  # outputs that the tensor core's instruction takes
+SHARED_MEMORY = 216 << 10  # for the ring
 SWIZZLE = plgpu.SwizzleTransform(LINE)
-# A warpgroup's registers a thread; the three share 64 Ki.
-COMPUTE_REGISTERS, LOAD_REGISTERS = 232, 40
 PARTS = 2  # of a sum that are read at once
-PREFETCH = 2  # steps that scales of groups are asked for ahead
-WGMMA = plgpu.Layout.WGMMA
-SPLAT = plgpu.Layout.WG_SPLAT(())
-
-# Weights of two elements, as 16-bit floats: put under the bits of 128 (bfloat16) or 1024 (float16)
-# they make that plus the weight; `less` is that and what is subtracted, negated.
-_UNPACK = """{{
-    .reg .b32 a, one;
-    mov.b32 one, {one};
-    shr.u32 a, $1, {shift};
-    lop3.b32 a, a, 0x000F000F, {base}, 0xEA;
-    fma.rn.{type}x2 $0, a, one, $2;
-}}"""
-_CONSTANTS = {
-    "bfloat16": {"type": "bf16", "base": 0x43004300, "one": 0x3F803F80},
-    "float16": {"type": "f16", "base": 0x64006400, "one": 0x3C003C00},
-}
-_BASE = {"bfloat16": 128, "float16": 1024}
+AHEAD = 2  # steps that scales and zeros are asked for ahead
 
 
 @dataclass(frozen=True)
@@ -63,71 +61,76 @@ class TuningConfig:
     """How a product is laid out on the card.
 
     Attributes:
-        block_out: outputs of a block, a multiple of 128.
-        block_rows: rows of a block, a multiple of 8 to 256.
-        chunks: lines of 128 bytes of an output's weights in a step.
-        num_stages: steps in flight.
-        cluster: programs that read the rows together, each for outputs of its own.
-        programs: that share the work.
+        block_rows: rows of a block, 32, 64 or 128.
+        warpgroups: that multiply, each for 64 outputs, 2 or 4.
+        cluster: programs that share rows, 1 or 2.
+        num_stages: steps in flight, from 2.
+        programs: of the grid; 132 is the number of multiprocessors of an H100 or H200.
     """
 
-    block_out: int
     block_rows: int
-    chunks: int
+    warpgroups: int
+    cluster: int
     num_stages: int
-    cluster: int = 1
-    programs: int = PROGRAMS
-    promote: bool = False
+    programs: int = 132
+
+    def __post_init__(self) -> None:
+        if self.block_rows not in (32, 64, 128):
+            raise ValueError(f"block_rows must be 32, 64 or 128, got {self.block_rows}")
+        if self.warpgroups not in (2, 4):
+            raise ValueError(f"warpgroups must be 2 or 4, got {self.warpgroups}")
+        if self.cluster not in (1, 2):
+            raise ValueError(f"cluster must be 1 or 2, got {self.cluster}")
+        if self.num_stages < 2:
+            raise ValueError(f"num_stages must be at least 2, got {self.num_stages}")
+        if self.programs < self.cluster:
+            raise ValueError(f"programs must be at least the cluster, got {self.programs}")
+
+    @property
+    def block_out(self) -> int:
+        """Outputs of a program's block."""
+        return self.warpgroups * BAND
 
 
-class _Scratch(NamedTuple):
-    """Shared memory and barriers of a program."""
-
-    weights: Any  # two views: see `_scratch`
-    rows: Any
-    count: Any  # per warpgroup: programs that came before
-    square: Any  # per warpgroup
-    landed: Any  # per stage
-    consumed: Any
+def terms_of_step(kernel_dtype: Any) -> int:
+    """Terms that a line of weights has."""
+    return LINE * 2 if kernel_dtype == jnp.uint16 else LINE
 
 
-def _scratch(config: TuningConfig, kernel_dtype: Any, rows_dtype: Any, gated: bool) -> _Scratch:
-    """What `_kernel` is given.
+def tuning_config(*, T: int, F: int, kernel_dtype: Any) -> TuningConfig:
+    """The setting for T rows and F outputs."""
+    rows = 32 if T <= 32 else 64 if T <= 64 else 128
+    step = 2 * BAND * LINE + rows * terms_of_step(kernel_dtype) * 2
+    cluster = 2 if F % (4 * BAND) == 0 else 1
+    return TuningConfig(rows, 2, cluster, min(8, SHARED_MEMORY // step))
 
-    One view of a tile is for the tensor core, the other one for TMA: lines in the same order,
-    swizzled by their addresses alone.
-    """
 
-    def tiles(chunks: int, lines: tuple[int, ...], dtype: Any) -> plgpu.RefUnion:
-        lanes = LINE // jnp.dtype(dtype).itemsize
-        tiled = (plgpu.TilingTransform((8, lanes)), SWIZZLE)
-        shape = (config.num_stages, chunks)
-        return plgpu.RefUnion(
-            plgpu.SMEM((*shape, *lines, lanes), dtype, transforms=(SWIZZLE,)),
-            plgpu.SMEM((*shape, int(np.prod(lines)), lanes), dtype, transforms=tiled),
-        )
-
-    W, stages = config.block_out, config.num_stages
-    consumed: Any = plgpu.Barrier(num_barriers=stages, num_arrivals=WARPGROUPS)
-    if config.cluster > 1:
-        consumed = plgpu.ClusterBarrier(
-            collective_axes=("cluster",), num_barriers=stages, num_arrivals=WARPGROUPS
-        )
-    terms = LINE // jnp.dtype(kernel_dtype).itemsize * packed_in(kernel_dtype)
-    boxes = config.chunks * terms * jnp.dtype(rows_dtype).itemsize // LINE
-    return _Scratch(
-        weights=tiles(config.chunks, (W // 16, 2, 8) if gated else (W,), kernel_dtype),
-        rows=tiles(boxes, (config.block_rows,), rows_dtype),
-        count=plgpu.SMEM((WARPGROUPS,), jnp.int32),
-        square=plgpu.SMEM((WARPGROUPS, 128), jnp.float32),
-        landed=plgpu.Barrier(num_barriers=stages, num_arrivals=config.chunks + boxes),
-        consumed=consumed,
+def is_supported(
+    *, T: int, D: int, F: int, group: int, rows_dtype: Any, kernel_dtype: Any
+) -> bool:
+    """Whether the kernel takes such a product, and is not the slower."""
+    terms = terms_of_step(kernel_dtype)
+    return (
+        kernel_dtype in (jnp.int8, jnp.uint16)
+        and rows_dtype in (jnp.bfloat16, jnp.float16)
+        and MIN_ROWS <= T <= MAX_ROWS
+        and F % (2 * BAND) == 0
+        and D % terms == 0
+        and D % group == 0
+        and group % RUN == 0
+        and (group % terms == 0 or terms % group == 0)
     )
 
 
-def packed_in(dtype: Any) -> int:
-    """Weights in an element."""
-    return PACKED if dtype == jnp.uint16 else 1
+@cache
+def is_hopper() -> bool:
+    """Whether products run on a GPU of compute capability 9.0, and JAX has what they need."""
+    device = jax.devices()[0]
+    return (
+        device.platform == "gpu"
+        and device.compute_capability == "9.0"
+        and jax.__version_info__ >= (0, 11)
+    )
 
 
 def quantized_linear_mosaic(
@@ -136,7 +139,6 @@ def quantized_linear_mosaic(
     scale: jax.Array,
     *,
     zero_GF: jax.Array | None = None,
-    row_scale_T: jax.Array | None = None,
     eps: float = 0.0,
     bias_F: jax.Array | None = None,
     activation: str | None = None,
@@ -145,716 +147,356 @@ def quantized_linear_mosaic(
     dtype: Any = None,
     config: TuningConfig | None = None,
 ) -> Rows:
+    """As `quantized_linear.quantized_linear`, on compute capability 9.0 and with JAX 0.11 alone.
+
+    For a kernel in int8 or uint16 and rows in half precision. There is no interpret mode: that of
+    this dialect knows none of Mosaic's own operations.
+
+    Raises:
+        ValueError: operands outside these bounds, or a residual or a norm after an activation.
+    """
     x_TD, square_XT = x if isinstance(x, HalfNormed) else (x, None)
     (T, D), F = x_TD.shape, kernel_FX.shape[0]
     groups = scale.shape[0] if scale.ndim == 2 else 1
-    if dtype is None:
-        dtype = jnp.bfloat16 if x_TD.dtype == E4M3 else x_TD.dtype
-    assert config is not None
-    W, N, gated = config.block_out, config.block_rows, activation is not None
-    columns = F // 2 if gated else F
-    step = config.chunks * LINE // jnp.dtype(kernel_FX.dtype).itemsize
-    cluster = config.cluster
-    tiles, steps = F // (W * cluster) * pl.cdiv(T, N), kernel_FX.shape[1] // step
-    assert F % (W * cluster) == 0 and kernel_FX.shape[1] % step == 0
-    programs = min(config.programs // cluster, tiles * steps)
+    sizes = {"T": T, "D": D, "F": F, "group": D // groups}
+    sizes |= {"rows_dtype": x_TD.dtype, "kernel_dtype": kernel_FX.dtype}
+    config = config or tuning_config(T=T, F=F, kernel_dtype=kernel_FX.dtype)
+    steps, W = D // terms_of_step(kernel_FX.dtype), config.block_out
+    fits = is_supported(**(sizes | {"T": MAX_ROWS})) and F % (W * config.cluster) == 0
+    if not fits or kernel_FX.shape[1] * terms_of_step(kernel_FX.dtype) != D * LINE // (
+        kernel_FX.dtype.itemsize
+    ):
+        raise ValueError(f"{sizes} with {kernel_FX.shape} weights do not fit {config}")
+    if activation is not None and (residual_TF is not None or next_scale_F is not None):
+        raise ValueError("nothing can be added to gated outputs here")
+    if activation == NOT_IN_KERNELS:
+        raise ValueError(f"{activation} has no place in a kernel")
+    N, cluster, gated = config.block_rows, config.cluster, activation is not None
+    tiles = F // (W * cluster) * pl.cdiv(T, N)
+    clusters = min(config.programs // cluster, tiles * steps)
     given: dict[str, Any] = {
         "x": x_TD,
         "kernel": kernel_FX.reshape(2, F // 16, 8, -1) if gated else kernel_FX,
         "scale": scale.reshape(groups, F),
-        "row_scale": row_scale_T,
         "zero": zero_GF,
         "square": square_XT,
         "bias": bias_F,
         "residual": residual_TF,
         "next_scale": next_scale_F,
         # One array serves all calls of a program: each leaves it as it was.
-        "arrived": jnp.zeros((tiles * cluster * WARPGROUPS,), jnp.int32),
+        "arrived": jnp.zeros((tiles, cluster, config.warpgroups), jnp.int32),
     }
-    operands = {name: x for name, x in given.items() if x is not None}
+    operands = {name: operand for name, operand in given.items() if operand is not None}
     outs = result_shapes(
-        (T, columns), dtype, blocks=F // W * WARPGROUPS, begins_norm=next_scale_F is not None
+        (T, F // 2 if gated else F),
+        dtype or x_TD.dtype,
+        blocks=F // BAND,
+        begins_norm=next_scale_F is not None,
     )
-    part = (programs, 2, cluster, WARPGROUPS, W // WARPGROUPS * N // 512, 128, 4)
+    # Each has at most the end of a sum that others began, and the beginning of one that they end.
+    part = (clusters, 2, cluster, config.warpgroups, *part_shape(BAND, N))
     outs["part"] = jax.ShapeDtypeStruct(part, jnp.float32)
+    grid: dict[str, Any] = {"grid": (clusters,), "grid_names": ("cluster",)}
+    if cluster > 1:
+        grid |= {"cluster": (cluster,), "cluster_names": ("member",)}
     results = plgpu.kernel(
-        partial(
-            _kernel, names=(*operands, *outs), eps=eps, activation=activation, config=config
-        ),
+        partial(_kernel, names=(*operands, *outs), eps=eps, activation=activation, config=config),
         out_type=tuple(outs.values()),
         scratch_types=(_scratch(config, kernel_FX.dtype, x_TD.dtype, gated),),
-        grid=(programs,),
-        grid_names=("program",),
-        cluster=(cluster,) if cluster > 1 else (),
-        cluster_names=("cluster",) if cluster > 1 else (),
-        num_threads=WARPGROUPS + 1,
+        num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name="quantized_linear",
+        **grid,
     )(*operands.values())
     found = dict(zip(outs, results, strict=True))
     half = HalfNormed(found["next"], found["next_square"]) if "next" in found else None
     return Rows(found["out"], half)
 
 
+class _Scratch(NamedTuple):
+    """Shared memory and barriers of a program."""
+
+    weights: Any  # two views, as of rows: see `_scratch`
+    rows: Any
+    count: Any  # per warpgroup, as below
+    numbers: Any
+    landed: Any  # per stage
+    consumed: Any
+
+
+def _scratch(config: TuningConfig, kernel_dtype: Any, rows_dtype: Any, gated: bool) -> _Scratch:
+    """What `_kernel` is given.
+
+    One view of a tile is for TMA, the other one for the tensor core. They share the memory: lines
+    in the same order, swizzled by their addresses alone.
+    """
+    stages, W, boxes = config.num_stages, config.block_out, terms_of_step(kernel_dtype) // RUN
+
+    def tiles(shape: tuple[int, ...], lines: tuple[int, ...], dtype: Any) -> plgpu.RefUnion:
+        lanes = LINE // jnp.dtype(dtype).itemsize
+        tiled = (plgpu.TilingTransform((8, lanes)), SWIZZLE)
+        return plgpu.RefUnion(
+            plgpu.SMEM((*shape, *lines, lanes), dtype, transforms=(SWIZZLE,)),
+            plgpu.SMEM((*shape, math.prod(lines), lanes), dtype, transforms=tiled),
+        )
+
+    # What a cluster shares is filled anew when all are through with it.
+    consumed: Any = plgpu.Barrier(num_barriers=stages, num_arrivals=config.warpgroups)
+    if config.cluster > 1:
+        consumed = plgpu.ClusterBarrier(
+            collective_axes=("member",), num_barriers=stages, num_arrivals=config.warpgroups
+        )
+    return _Scratch(
+        weights=tiles((stages,), (W // 16, 2, 8) if gated else (W,), kernel_dtype),
+        rows=tiles((stages, boxes), (config.block_rows,), rows_dtype),
+        count=plgpu.SMEM((config.warpgroups,), jnp.int32),
+        numbers=plgpu.SMEM((config.warpgroups, SCRATCH), jnp.float32),
+        landed=plgpu.Barrier(num_barriers=stages, num_arrivals=1 + boxes),
+        consumed=consumed,
+    )
+
+
+class _Work(NamedTuple):
+    """Steps of a cluster, among those of all blocks' sums."""
+
+    begin: Any
+    end: Any
+    steps: int  # of a sum
+    row_blocks: int  # side by side for the same outputs: their weights are read from memory once
+    cluster: int
+
+    def slot(self, step: Any, stages: int) -> Any:
+        """Where in the ring a step lies."""
+        return lax.rem(step - self.begin, stages)
+
+    def block(self, tile: Any) -> tuple[Any, Any]:
+        """Of outputs, that of this program, and of rows."""
+        member = lax.axis_index("member") if self.cluster > 1 else 0
+        block = lax.div(tile, self.row_blocks) * self.cluster + member
+        return block, lax.rem(tile, self.row_blocks)
+
+
+def begin_of(number: Any, clusters: int, total: int) -> Any:
+    """The first of a cluster's steps."""
+    return lax.div(number * total, clusters)
+
+
+def cluster_of(step: Any, clusters: int, total: int) -> Any:
+    """Whose step it is."""
+    return lax.div((step + 1) * clusters - 1, total)
+
+
 def _kernel(
-    *refs: Any,
-    names: tuple[str, ...],
-    eps: float,
-    activation: str | None,
-    config: TuningConfig,
+    *refs: Any, names: tuple[str, ...], eps: float, activation: str | None, config: TuningConfig
 ) -> None:
-    scratch: _Scratch
-    *refs, scratch = refs  # type: ignore[assignment]
-    ref = dict(zip(names, refs, strict=True))
+    *named, scratch = refs
+    ref = dict(zip(names, named, strict=True))
     (T, columns), gated = ref["out"].shape, activation is not None
-    F = columns * 2 if gated else columns
-    W, N = config.block_out, config.block_rows
-    programs, cluster, B = ref["part"].shape[0], config.cluster, W // WARPGROUPS
-    row_blocks = pl.cdiv(T, N)
-    _, weights = scratch.weights
-    steps = ref["kernel"].shape[-1] // (config.chunks * weights.shape[-1])
-    total = F // (W * cluster) * row_blocks * steps
-    member = lax.axis_index("cluster") if cluster > 1 else 0
-    program, wg = lax.axis_index("program"), lax.axis_index("warpgroup")
-    begin, end = lax.div(program * total, programs), lax.div((program + 1) * total, programs)
+    clusters, W, N = ref["part"].shape[0], config.block_out, config.block_rows
+    row_blocks, steps = pl.cdiv(T, N), ref["x"].shape[1] // (scratch.rows[1].shape[1] * RUN)
+    total = columns * (1 + gated) // (W * config.cluster) * row_blocks * steps
+    own, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
+    begin, end = begin_of(own, clusters, total), begin_of(own + 1, clusters, total)
+    work = _Work(begin, end, steps, row_blocks, config.cluster)
+    # A warpgroup's registers a thread; all share 64 Ki.
+    compute_registers, load_registers = {2: (232, 40), 4: (112, 40)}[config.warpgroups]
 
-    @pl.when(wg == WARPGROUPS)
+    @pl.when(warpgroup == config.warpgroups)
     def load() -> None:
-        plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
-        _load(scratch, ref, begin, end, steps, row_blocks, cluster, member)
+        plgpu.set_max_registers(load_registers, action="decrease")
+        _load_tiles(scratch, ref, work)
 
-    @pl.when(wg < WARPGROUPS)
+    @pl.when(warpgroup < config.warpgroups)
     def compute() -> None:
-        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        plgpu.set_max_registers(compute_registers, action="increase")
 
         @pl.loop(lax.div(begin, steps), lax.div(end + (steps - 1), steps))
         def each(tile: Any) -> None:
-            tile_begin, tile_end = tile * steps, (tile + 1) * steps
-            first, last = jnp.maximum(begin, tile_begin), jnp.minimum(end, tile_end)
-            block, row_block = lax.div(tile, row_blocks), lax.rem(tile, row_blocks)
-            place = _Place((block * cluster + member) * W + wg * B, columns, gated)
-            part = _Slice(first, last, begin, tile_begin)
-            if ref["kernel"].dtype == E4M3:
-                sum_BN = _sum_floats(scratch, part, wg, B, promote=config.promote)
-            else:
-                sum_BN = _sum_integers(scratch, ref, part, wg, B, place)
-            whole = (first == tile_begin) & (last == tile_end)
-            # The programs that have a part of it, and how many there may be.
-            one = lax.div((tile_begin + 1) * programs - 1, total)
-            other = lax.div(tile_end * programs - 1, total)
-            most = min((steps - 2) // (total // programs) + 2, programs)
-            count, others = scratch.count.at[wg], other - one
+            block, row_block = work.block(tile)
+            outputs = Outputs(block * W + warpgroup * BAND, columns, gated)
+            first, last = tile * steps, (tile + 1) * steps
+            mine = jnp.maximum(first, begin), jnp.minimum(last, end)
+            sum_BN = _sum(scratch, ref, work, first, mine, warpgroup, outputs)
+            whole = (first >= begin) & (last <= end)
+            # Those who have a part of it.
+            one, other = (cluster_of(s, clusters, total) for s in (first, last - 1))
+            member, others = lax.rem(block, config.cluster), other - one
+            count = scratch.count.at[warpgroup]
 
             @pl.when(jnp.logical_not(whole))
             def hand_over() -> None:
-                arrived = ref["arrived"].at[(tile * cluster + member) * WARPGROUPS + wg]
-                # Whoever begins a block does so at last: the others may well be through.
-                _look(arrived, count, others, first == tile_begin)
+                arrived = ref["arrived"].at[tile, member, warpgroup]
+                # Whoever begins a sum does so at last: the others may well be through.
+                others_arrived(arrived, others, first >= begin, count)
 
                 @pl.when(count[...] != others)
                 def _() -> None:
-                    own = (first == tile_begin).astype(jnp.int32)
-                    _store_part(ref["part"].at[program, own, member, wg], sum_BN)
-                    _arrive(arrived, count, others)
+                    begins = (own == one).astype(jnp.int32)
+                    store_part(ref["part"].at[own, begins, member, warpgroup], sum_BN)
+                    arrive(arrived, others, count)
 
             @pl.when(whole | (count[...] == others))
             def finish() -> None:
                 def add(i: Any, all_BN: jax.Array) -> jax.Array:
                     for q in [one + i * PARTS + j for j in range(PARTS)]:
                         at = jnp.minimum(q, other)
-                        part = ref["part"].at[at, (at == one).astype(jnp.int32), member, wg]
-                        all_BN = _add_part(all_BN, part, sum_BN, q == program, q <= other)
+                        begins = (at == one).astype(jnp.int32)
+                        part = ref["part"].at[at, begins, member, warpgroup]
+                        all_BN = add_part(all_BN, part, sum_BN, q == own, q <= other)
                     return all_BN
 
-                if most > 1:
-                    all_BN = sum_BN * whole.astype(jnp.float32)
-                    ends = jnp.where(whole, 0, lax.div(others + PARTS, PARTS))
-                    all_BN = lax.fori_loop(0, ends, add, all_BN)
-                else:
-                    all_BN = sum_BN
-                _finish(all_BN, ref, scratch, place, row_block * N, wg, eps, activation)
+                start_BN = sum_BN * whole.astype(jnp.float32)
+                trips = jnp.where(whole, 0, lax.div(others + PARTS, PARTS))
+                all_BN = lax.fori_loop(0, trips, add, start_BN)
+                numbers = scratch.numbers.at[warpgroup]
+                _finish(all_BN, ref, outputs, row_block * N, numbers, eps, activation)
 
 
-class _Place(NamedTuple):
-    """Where outputs of a warpgroup lie: of sixteen with a gate eight are gates, eight their ups."""
-
-    first: Any
-    columns: int
-    gated: bool
-
-
-class _Slice(NamedTuple):
-    """Steps of a tile that a program takes."""
-
-    first: Any
-    last: Any
-    begin: Any  # of the program
-    tile_begin: Any
-
-
-def _load(
-    scratch: _Scratch,
-    ref: dict[str, Any],
-    begin: Any,
-    end: Any,
-    steps: int,
-    row_blocks: int,
-    cluster: int,
-    member: Any,
-) -> None:
+def _load_tiles(scratch: _Scratch, ref: dict[str, Any], work: _Work) -> None:
     """Keep the ring filled."""
-    weights, tiled = scratch.weights
-    rows, _ = scratch.rows
-    stages, chunks, W, lanes = tiled.shape
-    _, boxes, N, row_lanes = rows.shape
+    weights, rows = scratch.weights[0], scratch.rows[0]
+    stages, boxes, N, lanes = rows.shape
+    W, words = scratch.weights[1].shape[1:]
+    together = ("member",) if work.cluster > 1 else None
 
-    @pl.loop(begin, end)
+    @pl.loop(work.begin, work.end)
     def fill(s: Any) -> None:
-        slot = lax.rem(s - begin, stages)
-        tile, k = lax.div(s, steps), lax.rem(s, steps)
-        block, row_block = lax.div(tile, row_blocks), lax.rem(tile, row_blocks)
-        block = block * cluster + member
-        landed = scratch.landed.at[slot]
+        slot, k = work.slot(s, stages), lax.rem(s, work.steps)
+        block, row_block = work.block(lax.div(s, work.steps))
+        landed, to, x = scratch.landed.at[slot], weights.at[slot], pl.ds(k * words, words)
 
-        @pl.when(s - begin >= stages)
+        @pl.when(s >= work.begin + stages)
         def _() -> None:
             plgpu.barrier_wait(scratch.consumed.at[slot])
 
-        for c in range(chunks):
-            x = pl.ds((k * chunks + c) * lanes, lanes)
-            to = weights.at[slot, c]
-            if weights.ndim > 4:
-                source = ref["kernel"].at[:, pl.ds(block * (W // 16), W // 16), :, x]
-                to = to.transpose((1, 0, 2, 3))
-            else:
-                source = ref["kernel"].at[pl.ds(block * W, W), x]
-            plgpu.copy_gmem_to_smem(source, to, landed)
-        for c in range(boxes):
+        if ref["kernel"].ndim > 2:
+            gates_and_ups = ref["kernel"].at[:, pl.ds(block * (W // 16), W // 16), :, x]
+            plgpu.copy_gmem_to_smem(gates_and_ups, to.transpose((1, 0, 2, 3)), landed)
+        else:
+            plgpu.copy_gmem_to_smem(ref["kernel"].at[pl.ds(block * W, W), x], to, landed)
+        for box in range(boxes):
+            d = pl.ds((k * boxes + box) * lanes, lanes)
             # Rows behind the last come as zeros.
-            source = ref["x"].at[
-                pl.ds(row_block * N, N), pl.ds((k * boxes + c) * row_lanes, row_lanes)
-            ]
-            plgpu.copy_gmem_to_smem(
-                source,
-                rows.at[slot, c],
-                landed,
-                collective_axes=("cluster",) if cluster > 1 else None,
-            )
+            some = ref["x"].at[pl.ds(row_block * N, N), d]
+            to = rows.at[slot, box]
+            plgpu.copy_gmem_to_smem(some, to, landed, collective_axes=together)
 
-    if cluster > 1:
-        # Others' word that they are through must find this program still there.
-        @pl.loop(jnp.maximum(begin, end - stages), end)
-        def drain(s: Any) -> None:
-            plgpu.barrier_wait(scratch.consumed.at[lax.rem(s - begin, stages)])
+    if work.cluster > 1:
+        # The other one's word that it is through must find this program still there.
+        @pl.loop(jnp.maximum(work.begin, work.end - stages), work.end)
+        def wait(s: Any) -> None:
+            plgpu.barrier_wait(scratch.consumed.at[work.slot(s, stages)])
 
 
-def _sum_floats(scratch: _Scratch, part: _Slice, wg: Any, B: int, promote: bool) -> jax.Array:
-    """Of 8-bit floats with such."""
-    (_, weights), (_, rows) = scratch.weights, scratch.rows
-    stages, chunks, _, _ = weights.shape
-    N = rows.shape[2]
-
-    def multiply(acc: Any, slot: Any) -> None:
-        for c in range(chunks):
-            kernel = weights.at[slot, c, pl.ds(wg * B, B)]
-            plgpu.wgmma(acc, kernel, rows.at[slot, c].transpose((1, 0)))
-
-    def slot_of(s: Any) -> Any:
-        return lax.rem(s - part.begin, stages)
-
-    if promote:
-
-        def step(s: Any, sum_BN: jax.Array) -> jax.Array:
-            plgpu.barrier_wait(scratch.landed.at[slot_of(s)])
-
-            def one(acc: Any) -> jax.Array:
-                multiply(acc, slot_of(s))
-                return acc[...]
-
-            new_BN = pl.run_scoped(one, plgpu.ACC((B, N), jnp.float32))
-            plgpu.barrier_arrive(scratch.consumed.at[slot_of(s)])
-            return sum_BN + new_BN
-
-        return lax.fori_loop(part.first, part.last, step, _zeros(B, N))
-
-    def accumulate(acc: Any) -> jax.Array:
-        @pl.loop(part.first, part.last)
-        def step(s: Any) -> None:
-            plgpu.barrier_wait(scratch.landed.at[slot_of(s)])
-            multiply(acc, slot_of(s))
-            plgpu.wgmma_wait(chunks)  # for those of the step before
-
-            @pl.when(s > part.first)
-            def _() -> None:
-                plgpu.barrier_arrive(scratch.consumed.at[slot_of(s - 1)])
-
-        plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(scratch.consumed.at[slot_of(part.last - 1)])
-        return acc[...]
-
-    return pl.run_scoped(accumulate, plgpu.ACC((B, N), jnp.float32))
-
-
-def _sum_integers(
-    scratch: _Scratch, ref: dict[str, Any], part: _Slice, wg: Any, B: int, place: _Place
+def _sum(
+    scratch: _Scratch,
+    ref: dict[str, Any],
+    work: _Work,
+    first: Any,
+    mine: tuple[Any, Any],
+    warpgroup: Any,
+    outputs: Outputs,
 ) -> jax.Array:
-    """Of integers, widened in registers; those of a group are scaled as they come out."""
-    (_, weights), (_, rows) = scratch.weights, scratch.rows
-    stages, chunks, _, lanes = weights.shape
-    _, boxes, N, _ = rows.shape
-    dtype, packed = rows.dtype, packed_in(weights.dtype)
-    D, groups = ref["x"].shape[1], ref["scale"].shape[0]
-    terms = chunks * lanes * packed
-    group = D // groups
-    runs = min(terms, group) // RUN  # of a group in a step
-    parts = terms // RUN // runs
-    bands = B // 64
+    """A program's part of a sum, [BAND, N]: steps `mine` of those from `first` on.
 
-    def scales(s: Any) -> tuple[jax.Array, ...]:
-        """And zeros, of each group of a step and each 64 outputs."""
-        found = []
-        for p in range(parts):
-            g = lax.div((s - part.tile_begin) * terms, group) + p
-            for m in range(bands):
-                at = place._replace(first=place.first + m * 64)
-                if groups > 1:
-                    found.append(_load_outputs(ref["scale"].at[g], at, 64))
-                if "zero" in ref:
-                    found.append(_load_outputs(ref["zero"].at[g], at, 64))
-        return tuple(found)
+    Sums over a group of terms are scaled as they come out.
+    """
+    weights, rows = scratch.weights[1], scratch.rows[1]
+    stages, boxes, N, _ = rows.shape
+    dtype, packed = rows.dtype, weights.dtype == jnp.uint16
+    groups = ref["scale"].shape[0]
+    group = ref["x"].shape[1] // groups
+    runs = min(boxes, group // RUN)  # of a group in a step
+
+    def factors(s: Any) -> list[dict[str, jax.Array]]:
+        """Scales and zeros of a step's groups."""
+        names = [name for name in ("scale", "zero") if name in ref]
+        names = names if groups > 1 else names[1:]
+        g = lax.div((jnp.minimum(s, mine[1] - 1) - first) * (boxes * RUN), group)
+        return [
+            {name: load_outputs(ref[name].at[g + i], outputs, BAND) for name in names}
+            for i in range(boxes // runs)
+        ]
 
     def step(s: Any, carry: Any) -> Any:
-        sums, ahead = carry
-        slot = lax.rem(s - part.begin, stages)
-        current = list(ahead[0])
-        ahead = (*ahead[1:], scales(jnp.minimum(s + PREFETCH, part.last - 1)))
+        sum_BN, (now, *ahead) = carry
+        ahead = [*ahead, factors(s + AHEAD)]
+        slot = work.slot(s, stages)
         plgpu.barrier_wait(scratch.landed.at[slot])
-        layout = WGMMA if packed > 1 else plgpu.Layout.WGMMA_UPCAST_2X
-        words = {
-            (m, c): plgpu.load(weights.at[slot, c, pl.ds(wg * B + m * 64, 64)], layout=layout)
-            for m in range(bands)
-            for c in range(chunks)
-        }
+        layout = WGMMA if packed else plgpu.Layout.WGMMA_UPCAST_2X
+        band = weights.at[slot, pl.ds(warpgroup * BAND, BAND)]
+        words_BX = plgpu.layout_cast(plgpu.load(band, layout=layout), WGMMA)
 
-        def widened(m: int, run: int, zero: jax.Array | None) -> jax.Array:
-            c, at = divmod(run * RUN, lanes * packed)
-            if packed > 1:
-                return _unpack(words[m, c], at // RUN, zero, dtype)
-            wide = plgpu.layout_cast(words[m, c], WGMMA)[:, at : at + RUN].astype(dtype)
-            return wide if zero is None else wide - zero
+        def widened(run: int, zero_B: jax.Array | None) -> jax.Array:
+            if packed:
+                return unpack_run(words_BX, run, zero_B, dtype)
+            wide_BR = words_BX[:, run * RUN : (run + 1) * RUN].astype(dtype)
+            if zero_B is None:
+                return wide_BR
+            return wide_BR - lax.broadcast_in_dim(zero_B.astype(dtype), wide_BR.shape, (0,))
 
-        new = list(sums)
-        units = [(p, m) for p in range(parts) for m in range(bands)]
-        given = []
-        for _ in units:
-            scale = current.pop(0) if groups > 1 else None
-            zero = current.pop(0) if "zero" in ref else None
-            if zero is not None:
-                width = 16 if packed > 1 else RUN
-                zero = lax.broadcast_in_dim(zero.astype(dtype), (64, width), (0,))
-            given.append((scale, zero))
-        at_once = 2 if N <= 64 else 1
-        for u in range(0, len(units), at_once):
-            some = units[u : u + at_once]
+        def multiply(*accs: Any, at: int) -> list[jax.Array]:
+            for i, acc in enumerate(accs):
+                for run in range((at + i) * runs, (at + i + 1) * runs):
+                    left_BR = widened(run, now[at + i].get("zero"))
+                    plgpu.wgmma(acc, left_BR, rows.at[slot, run].transpose((1, 0)))
+            # The next group is widened while the tensor core has the last.
+            return [
+                plgpu.wgmma_accumulator_load(acc, wait_n=runs * (len(accs) - 1 - i))
+                for i, acc in enumerate(accs)
+            ]
 
-            def multiply(*accs: Any, u: int = u, some: Any = some) -> list[jax.Array]:
-                for i, (p, m) in enumerate(some):
-                    for run in range(p * runs, (p + 1) * runs):
-                        left = widened(m, run, given[u + i][1])
-                        plgpu.wgmma(accs[i], left, rows.at[slot, run].transpose((1, 0)))
-                last = len(some) - 1
-                return [
-                    plgpu.wgmma_accumulator_load(acc, wait_n=runs * (last - i))
-                    for i, acc in enumerate(accs)
-                ]
-
-            found = pl.run_scoped(multiply, *(plgpu.ACC((64, N), jnp.float32) for _ in some))
-            for i, (_, m) in enumerate(some):
-                scale, sum_MN = given[u + i][0], found[i]
-                if scale is not None:
-                    sum_MN *= lax.broadcast_in_dim(scale, (64, N), (0,))
-                new[m] = new[m] + sum_MN
+        at_once = math.gcd(len(now), 2) if N <= 64 and scratch.count.shape[0] == 2 else 1
+        for at in range(0, len(now), at_once):
+            accs = [plgpu.ACC((BAND, N), jnp.float32)] * at_once
+            for i, group_BN in enumerate(pl.run_scoped(partial(multiply, at=at), *accs)):
+                if groups > 1:
+                    scale_B = now[at + i]["scale"]
+                    group_BN *= lax.broadcast_in_dim(scale_B, group_BN.shape, (0,))
+                sum_BN += group_BN
         plgpu.barrier_arrive(scratch.consumed.at[slot])
-        return tuple(new), ahead
+        return sum_BN, ahead
 
-    ahead = tuple(scales(jnp.minimum(part.first + i, part.last - 1)) for i in range(PREFETCH))
-    sums, _ = lax.fori_loop(
-        part.first, part.last, step, (tuple(_zeros(64, N) for _ in range(bands)), ahead)
-    )
-    return sums[0] if bands == 1 else _stack(sums)
+    start_BN = plgpu.layout_cast(jnp.zeros((BAND, N), jnp.float32), WGMMA)
+    soon = [factors(mine[0] + i) for i in range(AHEAD)]
+    return lax.fori_loop(*mine, step, (start_BN, soon))[0]
 
 
 def _finish(
     sum_BN: jax.Array,
     ref: dict[str, Any],
-    scratch: _Scratch,
-    place: _Place,
+    outputs: Outputs,
     t: Any,
-    wg: Any,
+    numbers_ref: Any,
     eps: float,
     activation: str | None,
 ) -> None:
-    """From whole sums to results."""
+    """From a whole sum to results, of rows from `t` on."""
     B, N = sum_BN.shape
-    out = ref["out"]
-    along_rows = partial(lax.broadcast_in_dim, shape=(B, N), broadcast_dimensions=(1,))
-    along_outputs = partial(lax.broadcast_in_dim, shape=(B, N), broadcast_dimensions=(0,))
+
+    def of_outputs(values_ref: Any) -> jax.Array:
+        values_B = load_outputs(values_ref, outputs, B).astype(jnp.float32)
+        return lax.broadcast_in_dim(values_B, (B, N), (0,))
+
     if ref["scale"].shape[0] == 1:
-        sum_BN *= along_outputs(_load_outputs(ref["scale"].at[0], place, B))
-    if "row_scale" in ref:
-        sum_BN *= along_rows(_load_rows(ref["row_scale"], t, N))
+        sum_BN *= of_outputs(ref["scale"].at[0])
     if "square" in ref:
-        square_N = _row_squares(ref["square"], scratch.square.at[wg], t, N)
-        sum_BN *= along_rows(lax.rsqrt(square_N / ref["x"].shape[1] + eps))
+        mean_N = load_row_sums(ref["square"], t, N, numbers_ref) / ref["x"].shape[1]
+        sum_BN *= lax.broadcast_in_dim(lax.rsqrt(mean_N + eps), (B, N), (1,))
     if "bias" in ref:
-        sum_BN += along_outputs(_load_outputs(ref["bias"], place, B).astype(jnp.float32))
+        sum_BN += of_outputs(ref["bias"])
     if activation is not None:
-        gate, up = (_half(sum_BN, half) for half in (0, 1))
-        sum_BN = ACTIVATIONS[activation](gate) * up
+        gate_BN, up_BN = (half_of_bands(sum_BN, half) for half in range(2))
+        sum_BN = ACTIVATIONS[activation](gate_BN) * up_BN
     if "residual" in ref:
-        sum_BN += _load_block(ref["residual"], place, t, (B, N)).astype(jnp.float32)
-    y_BN = sum_BN.astype(out.dtype)
-    _store_block(out, y_BN, place, t)
+        sum_BN += load_block(ref["residual"], outputs, t, (B, N)).astype(jnp.float32)
+    y_BN = sum_BN.astype(ref["out"].dtype)
+    store_block(ref["out"], y_BN, outputs, t)
     if "next_scale" in ref:
-        factor = _load_outputs(ref["next_scale"], place, B).astype(jnp.float32)
-        wide_BN = y_BN.astype(jnp.float32)
-        scaled_BN = wide_BN * along_outputs(factor)
-        _store_block(ref["next"], scaled_BN.astype(out.dtype), place, t)
-        square_N = (wide_BN * wide_BN).sum(axis=0)
-        _store_rows(ref["next_square"].at[lax.div(place.first, B)], square_N, t)
-
-
-def _zeros(*shape: int) -> jax.Array:
-    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), WGMMA)
-
-
-# What follows are the dialect's own operations: each thread computes where its elements lie.
-
-
-def _index(x: Any) -> Any:
-    return arith.index_cast(ir.IndexType.get(), x.registers.flat[0])
-
-
-def _constant(x: int) -> Any:
-    return mgpu.utils.c(x, ir.IndexType.get())
-
-
-def _output(row: Any, first: Any, place: _Place) -> Any:
-    """The output of a warpgroup's row."""
-    if not place.gated:
-        return arith.addi(first, row)
-    c = _constant
-    band, at = arith.divui(row, c(16)), arith.remui(row, c(16))
-    half, at = arith.divui(at, c(8)), arith.remui(at, c(8))
-    f = arith.addi(arith.divui(first, c(2)), arith.addi(arith.muli(band, c(8)), at))
-    return arith.addi(f, arith.muli(half, c(place.columns)))
-
-
-def _is_result(row: Any, place: _Place) -> Any:
-    """Whether a row's result is stored: that of a gate and its up is with both."""
-    c = _constant
-    return arith.cmpi(arith.CmpIPredicate.ult, arith.remui(row, c(16)), c(8))
-
-
-def _elementwise(
-    ref: Any, shape: tuple[int, ...], layout: Any, at: Callable[..., Any], *scalars: Any
-) -> jax.Array:
-    """An array of the elements of `ref` at indices that `at` has of an element's own and scalars'."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), *(SPLAT for _ in scalars)),
-        return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=layout),
-    )
-    def load(_: Any, ref: Any, *scalars: Any) -> Any:
-        element = ir.MemRefType(ref.type).element_type
-        signed = True if isinstance(element, ir.IntegerType) else None
-        attr = ir.IntegerAttr.get(element, 0) if signed else ir.FloatAttr.get(element, 0.0)
-        zero = mgpu.FragmentedArray.splat(
-            arith.constant(element, attr), shape, layout.to_mgpu(), is_signed=signed
-        )
-        indices = [_index(x) for x in scalars]
-        return zero.foreach(
-            lambda _, i: memref.load(ref, at(i, *indices)), create_array=True, is_signed=signed
-        )
-
-    return load(ref, *scalars)
-
-
-def _load_outputs(ref: Any, place: _Place, B: int) -> jax.Array:
-    """Values [B] of a warpgroup's outputs."""
-    return _elementwise(
-        ref, (B,), WGMMA.reduce(1), lambda i, first: [_output(i[0], first, place)], place.first
-    )
-
-
-def _load_rows(ref: Any, first: Any, N: int) -> jax.Array:
-    """Values [N] of rows from `first` on; those behind the last are the last's."""
-    last = ref.shape[0] - 1
-
-    def at(i: Any, first: Any) -> list[Any]:
-        return [arith.minui(arith.addi(i[0], first), _constant(last))]
-
-    return _elementwise(ref, (N,), WGMMA.reduce(0), at, first)
-
-
-def _load_block(ref: Any, place: _Place, first: Any, shape: tuple[int, int]) -> jax.Array:
-    """Of [T, outputs] a block [B, N], from row `first` on; those behind the last are the last's."""
-    last = ref.shape[0] - 1
-
-    def at(i: Any, output: Any, first: Any) -> list[Any]:
-        t = arith.minui(arith.addi(i[1], first), _constant(last))
-        return [t, _output(i[0], output, place)]
-
-    return _elementwise(ref, shape, WGMMA, at, place.first, first)
-
-
-def _store_block(ref: Any, y_BN: jax.Array, place: _Place, first: Any) -> None:
-    """The opposite; rows behind the last are not stored."""
-    T = ref.shape[0]
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA, SPLAT, SPLAT))
-    def store(_: Any, ref: Any, y: Any, output: Any, first: Any) -> Any:
-        output, first = _index(output), _index(first)
-
-        def one(value: Any, i: Any) -> None:
-            t = arith.addi(i[1], first)
-            live = arith.cmpi(arith.CmpIPredicate.ult, t, _constant(T))
-            if place.gated:
-                live = arith.andi(live, _is_result(i[0], place))
-            with mgpu.utils.when(live):
-                memref.store(value, ref, [t, _output(i[0], output, place)])
-
-        y.foreach(one)
-        return ()
-
-    store(ref, y_BN, place.first, first)
-
-
-def _store_rows(ref: Any, y_N: jax.Array, first: Any) -> None:
-    """Values of rows from `first` on."""
-    T = ref.shape[0]
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA.reduce(0), SPLAT))
-    def store(_: Any, ref: Any, y: Any, first: Any) -> Any:
-        first = _index(first)
-
-        def one(value: Any, i: Any) -> None:
-            t = arith.addi(i[0], first)
-            with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ult, t, _constant(T))):
-                memref.store(value, ref, [t])
-
-        y.foreach(one)
-        return ()
-
-    store(ref, y_N, first)
-
-
-def _row_squares(square_ref: Any, smem: Any, first: Any, N: int) -> jax.Array:
-    """Sums [N] of the squares [X, T] of rows from `first` on; threads share out the parts."""
-    X, T = square_ref.shape
-    layout, shares = WGMMA.reduce(0), 128 // N
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), SPLAT),
-        return_type=plgpu.ShapeDtypeStruct((N,), jnp.float32, layout=layout),
-    )
-    def add(_: Any, square: Any, smem: Any, first: Any) -> Any:
-        f32, c = ir.F32Type.get(), _constant
-        thread = _thread()
-        share, n = arith.divui(thread, c(N)), arith.remui(thread, c(N))
-        t = arith.minui(arith.addi(n, _index(first)), c(T - 1))
-        zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
-        at_once = 8
-        loop = scf.ForOp(share, c(X), c(at_once * shares), [zero])
-        with ir.InsertionPoint(loop.body):
-            (total,) = loop.inner_iter_args
-            for i in range(at_once):
-                x = arith.addi(loop.induction_variable, c(i * shares))
-                value = memref.load(square, [arith.minui(x, c(X - 1)), t])
-                live = arith.cmpi(arith.CmpIPredicate.ult, x, c(X))
-                total = arith.addf(total, arith.select(live, value, zero))
-            scf.yield_([total])
-        memref.store(loop.results[0], smem, [thread])
-        mgpu.utils.warpgroup_barrier()
-
-        def one(_: Any, i: Any) -> Any:
-            total = memref.load(smem, [i[0]])
-            for other in range(1, shares):
-                value = memref.load(smem, [arith.addi(i[0], c(other * N))])
-                total = arith.addf(total, value)
-            return total
-
-        sums = mgpu.FragmentedArray.splat(zero, (N,), layout.to_mgpu()).foreach(
-            one, create_array=True
-        )
-        mgpu.utils.warpgroup_barrier()
-        return sums
-
-    return add(square_ref, smem, first)
-
-
-def _half(x_BN: jax.Array, half: int) -> jax.Array:
-    """Of every sixteen rows the first or the last eight, in both places."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct(x_BN.shape, x_BN.dtype, layout=WGMMA)
-    )
-    def pick(_: Any, x: Any) -> Any:
-        # A thread has the same elements of both, along the axis of two.
-        taken = np.repeat(x.registers[:, :, :, :, half : half + 1], 2, axis=4)
-        return mgpu.FragmentedArray(_registers=taken, _layout=x.layout, _is_signed=None)
-
-    return pick(x_BN)
-
-
-def _stack(bands: tuple[jax.Array, ...]) -> jax.Array:
-    """[64, N] each, one below the other."""
-    N = bands[0].shape[1]
-    shape = (64 * len(bands), N)
-
-    @plgpu.inline_mgpu(
-        arg_types=tuple(WGMMA for _ in bands),
-        return_type=plgpu.ShapeDtypeStruct(shape, bands[0].dtype, layout=WGMMA),
-    )
-    def stack(_: Any, *bands: Any) -> Any:
-        registers = np.concatenate([band.registers for band in bands], axis=0)
-        return mgpu.FragmentedArray(
-            _registers=registers, _layout=bands[0].layout, _is_signed=None
-        )
-
-    return stack(*bands)
-
-
-def _unpack(words: jax.Array, run: int, zero: jax.Array | None, dtype: Any) -> jax.Array:
-    """[64, RUN] of words [64, X]: each part's elements lie as the tensor core wants them."""
-    name = jnp.dtype(dtype).name
-    less = jnp.full((64, 16), -(_BASE[name] + 8), dtype)
-    less = plgpu.layout_cast(less, WGMMA) if zero is None else -zero - (_BASE[name] + 8)
-
-    @plgpu.inline_mgpu(
-        arg_types=(WGMMA, WGMMA),
-        return_type=plgpu.ShapeDtypeStruct((64, RUN), dtype, layout=WGMMA),
-    )
-    def unpack(_: Any, words: Any, less: Any) -> Any:
-        i32 = ir.IntegerType.get_signless(32)
-        pair = ir.VectorType.get((2,), less.mlir_dtype)
-
-        def bits(x: Any) -> Any:
-            return mgpu.utils.bitcast(x, i32)
-
-        out = np.empty(less.layout.registers_shape((64, RUN)), dtype=object)
-        for index in np.ndindex(out.shape):
-            m, column, *rest = index
-            part, half = divmod(column, 2)
-            source = words.registers[(m, 2 * run + half, *rest)]
-            wide = llvm.inline_asm(
-                i32,
-                [bits(source), bits(less.registers[(m, 0, *rest)])],
-                _UNPACK.format(shift=4 * part, **_CONSTANTS[name]),
-                "=r,r,r",
-            )
-            out[index] = mgpu.utils.bitcast(wide, pair)
-        return mgpu.FragmentedArray(_registers=out, _layout=less.layout, _is_signed=None)
-
-    return unpack(words, less)
-
-
-def _store_part(part_ref: Any, sum_BN: jax.Array) -> None:
-    """A sum as the threads have it: [X, threads, 4]."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))
-    def store(_: Any, part: Any, y: Any) -> Any:
-        halves, at = list(y.registers.flat), [_thread(), _constant(0)]
-        for i in range(0, len(halves), 2):
-            four = mgpu.utils.vector_concat(halves[i : i + 2])
-            vector.store(four, part, [_constant(i // 2), *at])
-        return ()
-
-    store(part_ref, sum_BN)
-
-
-def _add_part(
-    all_BN: jax.Array, part_ref: Any, own_BN: jax.Array, is_own: jax.Array, is_one: jax.Array
-) -> jax.Array:
-    """all + part, or + own if `is_own`, or as it is if not `is_one`."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(WGMMA, plgpu.RefType(), WGMMA, SPLAT, SPLAT),
-        return_type=plgpu.ShapeDtypeStruct(all_BN.shape, jnp.float32, layout=WGMMA),
-    )
-    def add(_: Any, y: Any, part: Any, own: Any, is_own: Any, is_one: Any) -> Any:
-        is_own, is_one = is_own.registers.flat[0], is_one.registers.flat[0]
-        four = ir.VectorType.get((4,), ir.F32Type.get())
-        at = [_thread(), _constant(0)]
-        out = np.empty(y.registers.size, dtype=object)
-        for i in range(0, out.size, 2):
-            read = vector.load(four, part, [_constant(i // 2), *at])
-            for half in range(2):
-                old = y.registers.flat[i + half]
-                new = mgpu.utils.vector_slice(read, slice(2 * half, 2 * half + 2))
-                new = arith.select(is_own, own.registers.flat[i + half], new)
-                out[i + half] = arith.select(is_one, arith.addf(old, new), old)
-        return mgpu.FragmentedArray(
-            _registers=out.reshape(y.registers.shape), _layout=y.layout, _is_signed=None
-        )
-
-    return add(all_BN, part_ref, own_BN, is_own, is_one)
-
-
-def _look(arrived_ref: Any, count_ref: Any, last: Any, likely: Any) -> None:
-    """If all others have arrived, their number goes to shared memory; a wrong one if not."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SPLAT, SPLAT))
-    def look(_: Any, arrived: Any, count: Any, last: Any, likely: Any) -> Any:
-        i32 = ir.IntegerType.get_signless(32)
-        last = last.registers.flat[0]
-        mgpu.utils.warpgroup_barrier()
-        with mgpu.utils.single_thread(scope=mgpu.utils.ThreadSubset.WARPGROUP):
-            memref.store(mgpu.utils.c(-1, i32), count, [])
-            with mgpu.utils.when(likely.registers.flat[0]):
-                number = mgpu.utils.inline_ptx(
-                    "ld.acquire.gpu.global.u32 $0, [$1];",
-                    mgpu.utils.memref_ptr(arrived),
-                    result_types=i32,
-                    has_side_effects=True,
-                )
-                memref.store(number, count, [])
-                with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, number, last)):
-                    memref.store(mgpu.utils.c(0, i32), arrived, [])
-        mgpu.utils.warpgroup_barrier()
-        return ()
-
-    look(arrived_ref, count_ref, last, likely)
-
-
-def _thread() -> Any:
-    """Its number in the warpgroup."""
-    i32 = ir.IntegerType.get_signless(32)
-    thread = arith.remui(mgpu.utils.thread_idx(), mgpu.utils.c(128, i32))
-    return arith.index_cast(ir.IndexType.get(), thread)
-
-
-def _arrive(arrived_ref: Any, count_ref: Any, last: Any) -> None:
-    """Count a warpgroup whose part is written; its number goes to shared memory."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SPLAT))
-    def arrive(_: Any, arrived: Any, count: Any, last: Any) -> Any:
-        i32 = ir.IntegerType.get_signless(32)
-        mgpu.utils.warpgroup_barrier()
-        with mgpu.utils.single_thread(scope=mgpu.utils.ThreadSubset.WARPGROUP):
-            # Counts from 0 to `last`, then anew.
-            number = mgpu.utils.inline_ptx(
-                "fence.acq_rel.gpu;"
-                "atom.inc.relaxed.gpu.global.u32 $0, [$1], $2;"
-                "fence.acq_rel.gpu;",
-                mgpu.utils.memref_ptr(arrived),
-                last.registers.flat[0],
-                result_types=i32,
-                has_side_effects=True,
-            )
-            memref.store(number, count, [])
-        mgpu.utils.warpgroup_barrier()
-        return ()
-
-    arrive(arrived_ref, count_ref, last)
+        # The only rounding, as in the norm: the root is divided by at the end.
+        y_BN = y_BN.astype(jnp.float32)
+        next_BN = (y_BN * of_outputs(ref["next_scale"])).astype(ref["out"].dtype)
+        store_block(ref["next"], next_BN, outputs, t)
+        square_N = sum_of_outputs(y_BN * y_BN, numbers_ref)
+        store_rows(ref["next_square"].at[lax.div(outputs.first, B)], square_N, t)
