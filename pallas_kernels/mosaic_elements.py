@@ -54,13 +54,17 @@ class Outputs(NamedTuple):
 
     def of_row(self, row: Any, first: Any) -> Any:
         """An index."""
-        if not self.gated:
-            return arith.addi(first, row)
+        half, f = self.half_of_row(row, first)
+        return arith.addi(f, arith.muli(half, _constant(self.columns)))
+
+    def half_of_row(self, row: Any, first: Any) -> tuple[Any, Any]:
+        """1 for ups, else 0, and an index among such."""
         c = _constant
+        if not self.gated:
+            return c(0), arith.addi(first, row)
         band, at = arith.divui(row, c(16)), arith.remui(row, c(16))
         f = arith.addi(arith.divui(first, c(2)), arith.muli(band, c(8)))
-        f = arith.addi(f, arith.remui(at, c(8)))
-        return arith.addi(f, arith.muli(arith.divui(at, c(8)), c(self.columns)))
+        return arith.divui(at, c(8)), arith.addi(f, arith.remui(at, c(8)))
 
 
 def load_outputs(ref: Any, outputs: Outputs, B: int) -> jax.Array:
@@ -68,6 +72,16 @@ def load_outputs(ref: Any, outputs: Outputs, B: int) -> jax.Array:
     return _load(
         ref, (B,), WGMMA.reduce(1), lambda i, first: [outputs.of_row(i[0], first)], outputs.first
     )
+
+
+def load_group(ref: Any, group: int, outputs: Outputs, B: int) -> jax.Array:
+    """Values [B] of a group from an array [halves, groups, outputs of a half] of a tile's."""
+
+    def at(i: Any, first: Any) -> list[Any]:
+        half, f = outputs.half_of_row(i[0], first)
+        return [half, _constant(group), f]
+
+    return _load(ref, (B,), WGMMA.reduce(1), at, outputs.first)
 
 
 def load_block(ref: Any, outputs: Outputs, first: Any, shape: tuple[int, int]) -> jax.Array:
@@ -347,21 +361,6 @@ def arrive(arrived_ref: Any, last: Any, count_ref: Any) -> None:
         return ()
 
     add(arrived_ref, last, count_ref)
-
-
-def stack(bands: list[jax.Array]) -> jax.Array:
-    """[64, N] each, one below the other."""
-    shape = (64 * len(bands), bands[0].shape[1])
-
-    @plgpu.inline_mgpu(
-        arg_types=tuple(WGMMA for _ in bands),
-        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=WGMMA),
-    )
-    def concatenate(_: Any, *bands: Any) -> Any:
-        registers = np.concatenate([band.registers for band in bands], axis=0)
-        return mgpu.FragmentedArray(_registers=registers, _layout=bands[0].layout, _is_signed=None)
-
-    return concatenate(*bands)
 
 
 def _load(

@@ -33,11 +33,11 @@ from pallas_kernels.mosaic_elements import (
     arrive,
     half_of_bands,
     load_block,
+    load_group,
     load_outputs,
     load_row_sums,
     others_arrived,
     part_shape,
-    stack,
     store_block,
     store_part,
     store_rows,
@@ -49,11 +49,15 @@ from pallas_kernels.rms_norm import HalfNormed, Rows
 
 MIN_ROWS, MAX_ROWS = 17, 128  # fewer, and more, cost less elsewhere
 LINE = 128  # bytes of swizzled shared memory: of an output's weights in a step
-BAND = 64  # outputs that the tensor core's instruction takes
+BAND = 64  # outputs of a warpgroup: what the tensor core's instruction takes
+WARPGROUPS = 2  # that multiply
+BLOCK = WARPGROUPS * BAND  # outputs of a program
+# A warpgroup's registers a thread; the three share 64 Ki.
+COMPUTE_REGISTERS, LOAD_REGISTERS = 232, 40
 SHARED_MEMORY = 216 << 10  # for the ring
+LANES = LINE // 2  # terms of a row in such a line
 SWIZZLE = plgpu.SwizzleTransform(LINE)
 PARTS = 2  # of a sum that are read at once
-AHEAD = 2  # steps that scales and zeros are asked for ahead
 
 
 @dataclass(frozen=True)
@@ -62,14 +66,12 @@ class TuningConfig:
 
     Attributes:
         block_rows: rows of a block, 32, 64 or 128.
-        warpgroups: that multiply, each for 64 outputs, 2 or 4.
         cluster: programs that share rows, 1 or 2.
         num_stages: steps in flight, from 2.
         programs: of the grid; 132 is the number of multiprocessors of an H100 or H200.
     """
 
     block_rows: int
-    warpgroups: int
     cluster: int
     num_stages: int
     programs: int = 132
@@ -77,19 +79,12 @@ class TuningConfig:
     def __post_init__(self) -> None:
         if self.block_rows not in (32, 64, 128):
             raise ValueError(f"block_rows must be 32, 64 or 128, got {self.block_rows}")
-        if self.warpgroups not in (2, 4):
-            raise ValueError(f"warpgroups must be 2 or 4, got {self.warpgroups}")
         if self.cluster not in (1, 2):
             raise ValueError(f"cluster must be 1 or 2, got {self.cluster}")
         if self.num_stages < 2:
             raise ValueError(f"num_stages must be at least 2, got {self.num_stages}")
         if self.programs < self.cluster:
             raise ValueError(f"programs must be at least the cluster, got {self.programs}")
-
-    @property
-    def block_out(self) -> int:
-        """Outputs of a program's block."""
-        return self.warpgroups * BAND
 
 
 def terms_of_step(kernel_dtype: Any) -> int:
@@ -102,7 +97,7 @@ def tuning_config(*, T: int, F: int, kernel_dtype: Any) -> TuningConfig:
     rows = 32 if T <= 32 else 64 if T <= 64 else 128
     step = 2 * BAND * LINE + rows * terms_of_step(kernel_dtype) * 2
     cluster = 2 if F % (4 * BAND) == 0 else 1
-    return TuningConfig(rows, 2, cluster, min(8, SHARED_MEMORY // step))
+    return TuningConfig(rows, cluster, min(8, SHARED_MEMORY // step))
 
 
 def is_supported(
@@ -161,7 +156,7 @@ def quantized_linear_mosaic(
     sizes = {"T": T, "D": D, "F": F, "group": D // groups}
     sizes |= {"rows_dtype": x_TD.dtype, "kernel_dtype": kernel_FX.dtype}
     config = config or tuning_config(T=T, F=F, kernel_dtype=kernel_FX.dtype)
-    steps, W = D // terms_of_step(kernel_FX.dtype), config.block_out
+    steps, W = D // terms_of_step(kernel_FX.dtype), BLOCK
     fits = is_supported(**(sizes | {"T": MAX_ROWS})) and F % (W * config.cluster) == 0
     if not fits or kernel_FX.shape[1] * terms_of_step(kernel_FX.dtype) != D * LINE // (
         kernel_FX.dtype.itemsize
@@ -173,9 +168,10 @@ def quantized_linear_mosaic(
         raise ValueError(f"{activation} has no place in a kernel")
     N, cluster, gated = config.block_rows, config.cluster, activation is not None
     tiles = F // (W * cluster) * pl.cdiv(T, N)
+    parts = max(1, terms_of_step(kernel_FX.dtype) * groups // D)  # groups of a step
     clusters = min(config.programs // cluster, tiles * steps)
     given: dict[str, Any] = {
-        "x": x_TD,
+        "x": x_TD.reshape(T, -1, LANES),
         "kernel": kernel_FX.reshape(2, F // 16, 8, -1) if gated else kernel_FX,
         "scale": scale.reshape(groups, F),
         "zero": zero_GF,
@@ -184,7 +180,7 @@ def quantized_linear_mosaic(
         "residual": residual_TF,
         "next_scale": next_scale_F,
         # One array serves all calls of a program: each leaves it as it was.
-        "arrived": jnp.zeros((tiles, cluster, config.warpgroups), jnp.int32),
+        "arrived": jnp.zeros((tiles, cluster, WARPGROUPS), jnp.int32),
     }
     operands = {name: operand for name, operand in given.items() if operand is not None}
     outs = result_shapes(
@@ -194,7 +190,7 @@ def quantized_linear_mosaic(
         begins_norm=next_scale_F is not None,
     )
     # Each has at most the end of a sum that others began, and the beginning of one that they end.
-    part = (clusters, 2, cluster, config.warpgroups, *part_shape(BAND, N))
+    part = (clusters, 2, cluster, WARPGROUPS, *part_shape(BAND, N))
     outs["part"] = jax.ShapeDtypeStruct(part, jnp.float32)
     grid: dict[str, Any] = {"grid": (clusters,), "grid_names": ("cluster",)}
     if cluster > 1:
@@ -202,8 +198,17 @@ def quantized_linear_mosaic(
     results = plgpu.kernel(
         partial(_kernel, names=(*operands, *outs), eps=eps, activation=activation, config=config),
         out_type=tuple(outs.values()),
-        scratch_types=(_scratch(config, kernel_FX.dtype, x_TD.dtype, gated),),
-        num_threads=config.warpgroups + 1,
+        scratch_types=(
+            _scratch(
+                config,
+                kernel_FX.dtype,
+                x_TD.dtype,
+                gated=gated,
+                groups=0 if groups == 1 else parts,
+                zeros=0 if zero_GF is None else parts,
+            ),
+        ),
+        num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name="quantized_linear",
@@ -219,19 +224,26 @@ class _Scratch(NamedTuple):
 
     weights: Any  # two views, as of rows: see `_scratch`
     rows: Any
+    scales: Any  # None: none but at the end
+    zeros: Any  # or None
     count: Any  # per warpgroup, as below
     numbers: Any
     landed: Any  # per stage
     consumed: Any
 
 
-def _scratch(config: TuningConfig, kernel_dtype: Any, rows_dtype: Any, gated: bool) -> _Scratch:
+def _scratch(
+    config: TuningConfig, kernel_dtype: Any, rows_dtype: Any, *, gated: bool, groups: int, zeros: int
+) -> _Scratch:
     """What `_kernel` is given.
 
     One view of a tile is for TMA, the other one for the tensor core. They share the memory: lines
     in the same order, swizzled by their addresses alone.
+
+    Args:
+        groups, zeros: of a step, that have scales and zeros; 0: none have.
     """
-    stages, W, boxes = config.num_stages, config.block_out, terms_of_step(kernel_dtype) // RUN
+    stages, W, boxes = config.num_stages, BLOCK, terms_of_step(kernel_dtype) // LANES
 
     def tiles(shape: tuple[int, ...], lines: tuple[int, ...], dtype: Any) -> plgpu.RefUnion:
         lanes = LINE // jnp.dtype(dtype).itemsize
@@ -241,18 +253,25 @@ def _scratch(config: TuningConfig, kernel_dtype: Any, rows_dtype: Any, gated: bo
             plgpu.SMEM((*shape, math.prod(lines), lanes), dtype, transforms=tiled),
         )
 
+    def of_groups(count: int, dtype: Any) -> Any:
+        halves = 1 + gated
+        return plgpu.SMEM((stages, halves, count, W // halves), dtype) if count else None
+
     # What a cluster shares is filled anew when all are through with it.
-    consumed: Any = plgpu.Barrier(num_barriers=stages, num_arrivals=config.warpgroups)
+    consumed: Any = plgpu.Barrier(num_barriers=stages, num_arrivals=WARPGROUPS)
     if config.cluster > 1:
         consumed = plgpu.ClusterBarrier(
-            collective_axes=("member",), num_barriers=stages, num_arrivals=config.warpgroups
+            collective_axes=("member",), num_barriers=stages, num_arrivals=WARPGROUPS
         )
+    copies = 2 + (1 + gated) * (bool(groups) + bool(zeros))
     return _Scratch(
         weights=tiles((stages,), (W // 16, 2, 8) if gated else (W,), kernel_dtype),
         rows=tiles((stages, boxes), (config.block_rows,), rows_dtype),
-        count=plgpu.SMEM((config.warpgroups,), jnp.int32),
-        numbers=plgpu.SMEM((config.warpgroups, SCRATCH), jnp.float32),
-        landed=plgpu.Barrier(num_barriers=stages, num_arrivals=1 + boxes),
+        scales=of_groups(groups, jnp.float32),
+        zeros=of_groups(zeros, jnp.int8),
+        count=plgpu.SMEM((WARPGROUPS,), jnp.int32),
+        numbers=plgpu.SMEM((WARPGROUPS, SCRATCH), jnp.float32),
+        landed=plgpu.Barrier(num_barriers=stages, num_arrivals=copies),
         consumed=consumed,
     )
 
@@ -293,23 +312,21 @@ def _kernel(
     *named, scratch = refs
     ref = dict(zip(names, named, strict=True))
     (T, columns), gated = ref["out"].shape, activation is not None
-    clusters, W, N = ref["part"].shape[0], config.block_out, config.block_rows
-    row_blocks, steps = pl.cdiv(T, N), ref["x"].shape[1] // (scratch.rows[1].shape[1] * RUN)
+    clusters, W, N = ref["part"].shape[0], BLOCK, config.block_rows
+    row_blocks, steps = pl.cdiv(T, N), ref["x"].shape[1] // scratch.rows[1].shape[1]
     total = columns * (1 + gated) // (W * config.cluster) * row_blocks * steps
     own, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
     begin, end = begin_of(own, clusters, total), begin_of(own + 1, clusters, total)
     work = _Work(begin, end, steps, row_blocks, config.cluster)
-    # A warpgroup's registers a thread; all share 64 Ki.
-    compute_registers, load_registers = {2: (232, 40), 4: (112, 40)}[config.warpgroups]
 
-    @pl.when(warpgroup == config.warpgroups)
+    @pl.when(warpgroup == WARPGROUPS)
     def load() -> None:
-        plgpu.set_max_registers(load_registers, action="decrease")
+        plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
         _load_tiles(scratch, ref, work)
 
-    @pl.when(warpgroup < config.warpgroups)
+    @pl.when(warpgroup < WARPGROUPS)
     def compute() -> None:
-        plgpu.set_max_registers(compute_registers, action="increase")
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
 
         @pl.loop(lax.div(begin, steps), lax.div(end + (steps - 1), steps))
         def each(tile: Any) -> None:
@@ -317,7 +334,7 @@ def _kernel(
             outputs = Outputs(block * W + warpgroup * BAND, columns, gated)
             first, last = tile * steps, (tile + 1) * steps
             mine = jnp.maximum(first, begin), jnp.minimum(last, end)
-            sum_BN = _sum(scratch, ref, work, first, mine, warpgroup, outputs)
+            sum_BN = _sum(scratch, work, mine, outputs._replace(first=warpgroup * BAND))
             whole = (first >= begin) & (last <= end)
             # Those who have a part of it.
             one, other = (cluster_of(s, clusters, total) for s in (first, last - 1))
@@ -356,9 +373,10 @@ def _kernel(
 def _load_tiles(scratch: _Scratch, ref: dict[str, Any], work: _Work) -> None:
     """Keep the ring filled."""
     weights, rows = scratch.weights[0], scratch.rows[0]
-    stages, boxes, N, lanes = rows.shape
+    stages, boxes, N, _ = rows.shape
     W, words = scratch.weights[1].shape[1:]
-    together = ("member",) if work.cluster > 1 else None
+    columns = ref["out"].shape[1]
+    group = ref["x"].shape[1] * LANES // ref["scale"].shape[0]
 
     @pl.loop(work.begin, work.end)
     def fill(s: Any) -> None:
@@ -375,12 +393,20 @@ def _load_tiles(scratch: _Scratch, ref: dict[str, Any], work: _Work) -> None:
             plgpu.copy_gmem_to_smem(gates_and_ups, to.transpose((1, 0, 2, 3)), landed)
         else:
             plgpu.copy_gmem_to_smem(ref["kernel"].at[pl.ds(block * W, W), x], to, landed)
-        for box in range(boxes):
-            d = pl.ds((k * boxes + box) * lanes, lanes)
-            # Rows behind the last come as zeros.
-            some = ref["x"].at[pl.ds(row_block * N, N), d]
-            to = rows.at[slot, box]
-            plgpu.copy_gmem_to_smem(some, to, landed, collective_axes=together)
+        # Rows behind the last come as zeros.
+        plgpu.copy_gmem_to_smem(
+            ref["x"].at[pl.ds(row_block * N, N), pl.ds(k * boxes, boxes)],
+            rows.at[slot].transpose((1, 0, 2)),
+            landed,
+            collective_axes=("member",) if work.cluster > 1 else None,
+        )
+        for values, ring in ((ref["scale"], scratch.scales), (ref.get("zero"), scratch.zeros)):
+            if ring is not None:
+                _, halves, parts, size = ring.shape
+                g = pl.ds(lax.div(k * (boxes * LANES), group), parts)
+                for half in range(halves):
+                    f = pl.ds(half * columns + block * size, size)
+                    plgpu.copy_gmem_to_smem(values.at[g, f], ring.at[slot, half], landed)
 
     if work.cluster > 1:
         # The other one's word that it is through must find this program still there.
@@ -389,44 +415,34 @@ def _load_tiles(scratch: _Scratch, ref: dict[str, Any], work: _Work) -> None:
             plgpu.barrier_wait(scratch.consumed.at[work.slot(s, stages)])
 
 
-def _sum(
-    scratch: _Scratch,
-    ref: dict[str, Any],
-    work: _Work,
-    first: Any,
-    mine: tuple[Any, Any],
-    warpgroup: Any,
-    outputs: Outputs,
-) -> jax.Array:
-    """A program's part of a sum, [BAND, N]: steps `mine` of those from `first` on.
+def _sum(scratch: _Scratch, work: _Work, mine: tuple[Any, Any], outputs: Outputs) -> jax.Array:
+    """A program's part of a sum, [BAND, N]: steps `mine`.
 
     Sums over a group of terms are scaled as they come out.
+
+    Args:
+        outputs: of this warpgroup, among those of the program's block.
     """
     weights, rows = scratch.weights[1], scratch.rows[1]
     stages, boxes, N, _ = rows.shape
     dtype, packed = rows.dtype, weights.dtype == jnp.uint16
-    groups = ref["scale"].shape[0]
-    group = ref["x"].shape[1] // groups
-    runs = min(boxes, group // RUN)  # of a group in a step
+    of_groups = scratch.zeros if scratch.scales is None else scratch.scales
+    parts = 1 if of_groups is None else of_groups.shape[2]
+    runs = boxes // parts
 
-    def factors(s: Any) -> list[dict[str, jax.Array]]:
-        """Scales and zeros of a step's groups."""
-        names = [name for name in ("scale", "zero") if name in ref]
-        names = names if groups > 1 else names[1:]
-        g = lax.div((jnp.minimum(s, mine[1] - 1) - first) * (boxes * RUN), group)
-        return [
-            {name: load_outputs(ref[name].at[g + i], outputs, BAND) for name in names}
-            for i in range(boxes // runs)
-        ]
-
-    def step(s: Any, carry: Any) -> Any:
-        sum_BN, (now, *ahead) = carry
-        ahead = [*ahead, factors(s + AHEAD)]
+    def step(s: Any, sum_BN: jax.Array) -> jax.Array:
         slot = work.slot(s, stages)
         plgpu.barrier_wait(scratch.landed.at[slot])
         layout = WGMMA if packed else plgpu.Layout.WGMMA_UPCAST_2X
-        band = weights.at[slot, pl.ds(warpgroup * BAND, BAND)]
+        band = weights.at[slot, pl.ds(outputs.first, BAND)]
         words_BX = plgpu.layout_cast(plgpu.load(band, layout=layout), WGMMA)
+
+        def values(ring: Any) -> list[Any]:
+            if ring is None:
+                return [None] * parts
+            return [load_group(ring.at[slot], part, outputs, BAND) for part in range(parts)]
+
+        scales, zeros = values(scratch.scales), values(scratch.zeros)
 
         def widened(run: int, zero_B: jax.Array | None) -> jax.Array:
             if packed:
@@ -437,30 +453,29 @@ def _sum(
             return wide_BR - lax.broadcast_in_dim(zero_B.astype(dtype), wide_BR.shape, (0,))
 
         def multiply(*accs: Any, at: int) -> list[jax.Array]:
-            for i, acc in enumerate(accs):
-                for run in range((at + i) * runs, (at + i + 1) * runs):
-                    left_BR = widened(run, now[at + i].get("zero"))
-                    plgpu.wgmma(acc, left_BR, rows.at[slot, run].transpose((1, 0)))
-            # The next group is widened while the tensor core has the last.
+            for part, acc in enumerate(accs, at):
+                for run in range(part * runs, (part + 1) * runs):
+                    right = rows.at[slot, run].transpose((1, 0))
+                    plgpu.wgmma(acc, widened(run, zeros[part]), right)
+            # The first is taken while the tensor core has the second.
             return [
-                plgpu.wgmma_accumulator_load(acc, wait_n=runs * (len(accs) - 1 - i))
-                for i, acc in enumerate(accs)
+                plgpu.wgmma_accumulator_load(acc, wait_n=runs * behind)
+                for behind, acc in reversed(list(enumerate(reversed(accs))))
             ]
 
-        at_once = math.gcd(len(now), 2) if N <= 64 and scratch.count.shape[0] == 2 else 1
-        for at in range(0, len(now), at_once):
+        at_once = 2 if parts % 2 == 0 and N <= 64 else 1
+        for at in range(0, parts, at_once):
             accs = [plgpu.ACC((BAND, N), jnp.float32)] * at_once
             for i, group_BN in enumerate(pl.run_scoped(partial(multiply, at=at), *accs)):
-                if groups > 1:
-                    scale_B = now[at + i]["scale"]
+                scale_B = scales[at + i]
+                if scale_B is not None:
                     group_BN *= lax.broadcast_in_dim(scale_B, group_BN.shape, (0,))
                 sum_BN += group_BN
         plgpu.barrier_arrive(scratch.consumed.at[slot])
-        return sum_BN, ahead
+        return sum_BN
 
     start_BN = plgpu.layout_cast(jnp.zeros((BAND, N), jnp.float32), WGMMA)
-    soon = [factors(mine[0] + i) for i in range(AHEAD)]
-    return lax.fori_loop(*mine, step, (start_BN, soon))[0]
+    return lax.fori_loop(*mine, step, start_BN)
 
 
 def _finish(
@@ -482,7 +497,7 @@ def _finish(
     if ref["scale"].shape[0] == 1:
         sum_BN *= of_outputs(ref["scale"].at[0])
     if "square" in ref:
-        mean_N = load_row_sums(ref["square"], t, N, numbers_ref) / ref["x"].shape[1]
+        mean_N = load_row_sums(ref["square"], t, N, numbers_ref) / (ref["x"].shape[1] * LANES)
         sum_BN *= lax.broadcast_in_dim(lax.rsqrt(mean_N + eps), (B, N), (1,))
     if "bias" in ref:
         sum_BN += of_outputs(ref["bias"])
