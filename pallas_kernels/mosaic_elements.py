@@ -348,9 +348,7 @@ def arrive(arrived_ref: Any, last: Any, count_ref: Any) -> None:
         mgpu.utils.warpgroup_barrier()
         with mgpu.utils.single_thread(scope=mgpu.utils.ThreadSubset.WARPGROUP):
             number = mgpu.utils.inline_ptx(
-                "fence.acq_rel.gpu;"
-                "atom.inc.relaxed.gpu.global.u32 $0, [$1], $2;"
-                "fence.acq_rel.gpu;",
+                "fence.acq_rel.gpu;atom.inc.relaxed.gpu.global.u32 $0, [$1], $2;fence.acq_rel.gpu;",
                 mgpu.utils.memref_ptr(arrived),
                 last.registers.flat[0],
                 result_types=ir.IntegerType.get_signless(32),

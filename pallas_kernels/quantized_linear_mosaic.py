@@ -101,19 +101,24 @@ def tuning_config(*, T: int, F: int, kernel_dtype: Any) -> TuningConfig:
 
 
 def is_supported(
-    *, T: int, D: int, F: int, group: int, rows_dtype: Any, kernel_dtype: Any
+    *, T: int, D: int, F: int, group: int, rows_dtype: Any, kernel_dtype: Any, gated_zeros: bool
 ) -> bool:
-    """Whether the kernel takes such a product, and is not the slower."""
+    """Whether the kernel takes such a product, and is not the slower.
+
+    Args:
+        gated_zeros: outputs are gates and ups, and have zeros: several groups in a step then.
+    """
     terms = terms_of_step(kernel_dtype)
     return (
         kernel_dtype in (jnp.int8, jnp.uint16)
         and rows_dtype in (jnp.bfloat16, jnp.float16)
         and MIN_ROWS <= T <= MAX_ROWS
-        and F % (2 * BAND) == 0
+        and F % BLOCK == 0
         and D % terms == 0
         and D % group == 0
         and group % RUN == 0
         and (group % terms == 0 or terms % group == 0)
+        and not (gated_zeros and group >= terms)
     )
 
 
@@ -153,23 +158,30 @@ def quantized_linear_mosaic(
     x_TD, square_XT = x if isinstance(x, HalfNormed) else (x, None)
     (T, D), F = x_TD.shape, kernel_FX.shape[0]
     groups = scale.shape[0] if scale.ndim == 2 else 1
-    sizes = {"T": T, "D": D, "F": F, "group": D // groups}
-    sizes |= {"rows_dtype": x_TD.dtype, "kernel_dtype": kernel_FX.dtype}
     config = config or tuning_config(T=T, F=F, kernel_dtype=kernel_FX.dtype)
-    steps, W = D // terms_of_step(kernel_FX.dtype), BLOCK
-    fits = is_supported(**(sizes | {"T": MAX_ROWS})) and F % (W * config.cluster) == 0
-    if not fits or kernel_FX.shape[1] * terms_of_step(kernel_FX.dtype) != D * LINE // (
-        kernel_FX.dtype.itemsize
-    ):
-        raise ValueError(f"{sizes} with {kernel_FX.shape} weights do not fit {config}")
+    fits = is_supported(
+        T=MAX_ROWS,
+        D=D,
+        F=F,
+        group=D // groups,
+        rows_dtype=x_TD.dtype,
+        kernel_dtype=kernel_FX.dtype,
+        gated_zeros=activation is not None and zero_GF is not None,
+    )
+    terms, line = terms_of_step(kernel_FX.dtype), LINE // kernel_FX.dtype.itemsize
+    fits = fits and kernel_FX.shape[1] * terms == D * line and F % (BLOCK * config.cluster) == 0
+    if not fits or scale.shape[-1] != F:
+        raise ValueError(
+            f"rows of {D} in {x_TD.dtype} do not fit {kernel_FX.shape} in {kernel_FX.dtype} with "
+            f"{scale.shape} scales and {config}"
+        )
     if activation is not None and (residual_TF is not None or next_scale_F is not None):
         raise ValueError("nothing can be added to gated outputs here")
     if activation == NOT_IN_KERNELS:
         raise ValueError(f"{activation} has no place in a kernel")
     N, cluster, gated = config.block_rows, config.cluster, activation is not None
-    tiles = F // (W * cluster) * pl.cdiv(T, N)
-    parts = max(1, terms_of_step(kernel_FX.dtype) * groups // D)  # groups of a step
-    clusters = min(config.programs // cluster, tiles * steps)
+    tiles, parts = F // (BLOCK * cluster) * pl.cdiv(T, N), max(1, terms * groups // D)
+    clusters = min(config.programs // cluster, tiles * (D // terms))
     given: dict[str, Any] = {
         "x": x_TD.reshape(T, -1, LANES),
         "kernel": kernel_FX.reshape(2, F // 16, 8, -1) if gated else kernel_FX,
@@ -233,7 +245,13 @@ class _Scratch(NamedTuple):
 
 
 def _scratch(
-    config: TuningConfig, kernel_dtype: Any, rows_dtype: Any, *, gated: bool, groups: int, zeros: int
+    config: TuningConfig,
+    kernel_dtype: Any,
+    rows_dtype: Any,
+    *,
+    gated: bool,
+    groups: int,
+    zeros: int,
 ) -> _Scratch:
     """What `_kernel` is given.
 
@@ -243,7 +261,7 @@ def _scratch(
     Args:
         groups, zeros: of a step, that have scales and zeros; 0: none have.
     """
-    stages, W, boxes = config.num_stages, BLOCK, terms_of_step(kernel_dtype) // LANES
+    stages, boxes = config.num_stages, terms_of_step(kernel_dtype) // LANES
 
     def tiles(shape: tuple[int, ...], lines: tuple[int, ...], dtype: Any) -> plgpu.RefUnion:
         lanes = LINE // jnp.dtype(dtype).itemsize
@@ -255,7 +273,7 @@ def _scratch(
 
     def of_groups(count: int, dtype: Any) -> Any:
         halves = 1 + gated
-        return plgpu.SMEM((stages, halves, count, W // halves), dtype) if count else None
+        return plgpu.SMEM((stages, halves, count, BLOCK // halves), dtype) if count else None
 
     # What a cluster shares is filled anew when all are through with it.
     consumed: Any = plgpu.Barrier(num_barriers=stages, num_arrivals=WARPGROUPS)
@@ -265,7 +283,7 @@ def _scratch(
         )
     copies = 2 + (1 + gated) * (bool(groups) + bool(zeros))
     return _Scratch(
-        weights=tiles((stages,), (W // 16, 2, 8) if gated else (W,), kernel_dtype),
+        weights=tiles((stages,), (BLOCK // 16, 2, 8) if gated else (BLOCK,), kernel_dtype),
         rows=tiles((stages, boxes), (config.block_rows,), rows_dtype),
         scales=of_groups(groups, jnp.float32),
         zeros=of_groups(zeros, jnp.int8),
@@ -312,9 +330,9 @@ def _kernel(
     *named, scratch = refs
     ref = dict(zip(names, named, strict=True))
     (T, columns), gated = ref["out"].shape, activation is not None
-    clusters, W, N = ref["part"].shape[0], BLOCK, config.block_rows
+    clusters, N = ref["part"].shape[0], config.block_rows
     row_blocks, steps = pl.cdiv(T, N), ref["x"].shape[1] // scratch.rows[1].shape[1]
-    total = columns * (1 + gated) // (W * config.cluster) * row_blocks * steps
+    total = columns * (1 + gated) // (BLOCK * config.cluster) * row_blocks * steps
     own, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
     begin, end = begin_of(own, clusters, total), begin_of(own + 1, clusters, total)
     work = _Work(begin, end, steps, row_blocks, config.cluster)
@@ -331,7 +349,7 @@ def _kernel(
         @pl.loop(lax.div(begin, steps), lax.div(end + (steps - 1), steps))
         def each(tile: Any) -> None:
             block, row_block = work.block(tile)
-            outputs = Outputs(block * W + warpgroup * BAND, columns, gated)
+            outputs = Outputs(block * BLOCK + warpgroup * BAND, columns, gated)
             first, last = tile * steps, (tile + 1) * steps
             mine = jnp.maximum(first, begin), jnp.minimum(last, end)
             sum_BN = _sum(scratch, work, mine, outputs._replace(first=warpgroup * BAND))
@@ -374,7 +392,7 @@ def _load_tiles(scratch: _Scratch, ref: dict[str, Any], work: _Work) -> None:
     """Keep the ring filled."""
     weights, rows = scratch.weights[0], scratch.rows[0]
     stages, boxes, N, _ = rows.shape
-    W, words = scratch.weights[1].shape[1:]
+    words = scratch.weights[1].shape[2]
     columns = ref["out"].shape[1]
     group = ref["x"].shape[1] * LANES // ref["scale"].shape[0]
 
@@ -389,10 +407,10 @@ def _load_tiles(scratch: _Scratch, ref: dict[str, Any], work: _Work) -> None:
             plgpu.barrier_wait(scratch.consumed.at[slot])
 
         if ref["kernel"].ndim > 2:
-            gates_and_ups = ref["kernel"].at[:, pl.ds(block * (W // 16), W // 16), :, x]
+            gates_and_ups = ref["kernel"].at[:, pl.ds(block * (BLOCK // 16), BLOCK // 16), :, x]
             plgpu.copy_gmem_to_smem(gates_and_ups, to.transpose((1, 0, 2, 3)), landed)
         else:
-            plgpu.copy_gmem_to_smem(ref["kernel"].at[pl.ds(block * W, W), x], to, landed)
+            plgpu.copy_gmem_to_smem(ref["kernel"].at[pl.ds(block * BLOCK, BLOCK), x], to, landed)
         # Rows behind the last come as zeros.
         plgpu.copy_gmem_to_smem(
             ref["x"].at[pl.ds(row_block * N, N), pl.ds(k * boxes, boxes)],
