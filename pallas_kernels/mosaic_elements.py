@@ -33,7 +33,7 @@ _UNPACK = """{{
     lop3.b32 a, a, 0x000F000F, {bits}, 0xEA;
     fma.rn.{type}x2 $0, a, one, $2;
 }}"""
-_UNPACKED = {
+_UNPACKED: dict[str, dict[str, Any]] = {
     "bfloat16": {"type": "bf16", "bits": 0x43004300, "one": 0x3F803F80, "base": 128},
     "float16": {"type": "f16", "bits": 0x64006400, "one": 0x3C003C00, "base": 1024},
 }

@@ -418,13 +418,13 @@ def _load_tiles(scratch: _Scratch, ref: dict[str, Any], work: _Work) -> None:
             landed,
             collective_axes=("member",) if work.cluster > 1 else None,
         )
-        for values, ring in ((ref["scale"], scratch.scales), (ref.get("zero"), scratch.zeros)):
+        for name, ring in (("scale", scratch.scales), ("zero", scratch.zeros)):
             if ring is not None:
                 _, halves, parts, size = ring.shape
                 g = pl.ds(lax.div(k * (boxes * LANES), group), parts)
                 for half in range(halves):
                     f = pl.ds(half * columns + block * size, size)
-                    plgpu.copy_gmem_to_smem(values.at[g, f], ring.at[slot, half], landed)
+                    plgpu.copy_gmem_to_smem(ref[name].at[g, f], ring.at[slot, half], landed)
 
     if work.cluster > 1:
         # The other one's word that it is through must find this program still there.
@@ -453,7 +453,7 @@ def _sum(scratch: _Scratch, work: _Work, mine: tuple[Any, Any], outputs: Outputs
         plgpu.barrier_wait(scratch.landed.at[slot])
         layout = WGMMA if packed else plgpu.Layout.WGMMA_UPCAST_2X
         band = weights.at[slot, pl.ds(outputs.first, BAND)]
-        words_BX = plgpu.layout_cast(plgpu.load(band, layout=layout), WGMMA)
+        words_BX = plgpu.layout_cast(plgpu.layout_cast(band[...], layout), WGMMA)
 
         def values(ring: Any) -> list[Any]:
             if ring is None:
