@@ -25,6 +25,7 @@ from benchmarks.common import write_results
 from benchmarks.sampling import COPY_RATE
 from jaxpaged.quantization import KERNEL, ON_THE_FLY, Around, arrange
 from jaxpaged.quantization.scheme import contract
+from pallas_kernels import quantized_linear_mosaic as mosaic
 from pallas_kernels.quantized_linear import MAX_E4M3_ROWS, MAX_ROWS
 from pallas_kernels.rms_norm import Rows
 
@@ -124,7 +125,8 @@ def main() -> int:
                 pool = [first, *(weights(name, size, outputs, i) for i in range(1, count))]
                 rows = {T: jax.random.normal(jax.random.key(T), (T, size)) for T in args.rows}
                 rows = {T: x.astype(jnp.bfloat16) for T, x in rows.items()}
-                most = MAX_E4M3_ROWS if name.startswith("fp8") else MAX_ROWS
+                most = mosaic.MAX_ROWS if mosaic.is_hopper() else MAX_ROWS
+                most = MAX_E4M3_ROWS if name.startswith("fp8") else most
                 most = 0 if name == "bfloat16" else most
                 cases = [
                     (T, fuse)

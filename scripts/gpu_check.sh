@@ -69,7 +69,7 @@ hf() {
 }
 
 quantized() {
-  run 150 -m benchmarks.quantized_linear --rows 1 16 64 256
+  run 150 -m benchmarks.quantized_linear --rows 1 16 64 128 256
   run 300 -m benchmarks.engines --model $M/qwen2.5-7b.json --repeats 3 --name engines_qwen2.5-7b_quantized \
     --engine="-q fp8_per_channel" --engine="-q fp8_per_channel --quantize-lm-head" \
     --engine="-q fp8_per_channel --kv-cache-dtype fp8" --engine="-q int4_per_group_weight_only"

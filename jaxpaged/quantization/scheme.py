@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import quantized_linear_mosaic as mosaic
 from pallas_kernels.product_parts import ACTIVATIONS, NOT_IN_KERNELS
 from pallas_kernels.quantized_linear import is_supported, quantized_linear
 from pallas_kernels.rms_norm import HalfNormed, Norm, Rows
@@ -220,9 +222,30 @@ def few_rows_fit(
         group: terms that share a scale; None: all.
     """
     T, size = shape
-    F = math.prod(arrays[KERNEL].shape[:-1])
-    fits = is_supported(T=T, D=size, F=F, group=group or size, rows_dtype=dtype)
+    F, group = math.prod(arrays[KERNEL].shape[:-1]), group or size
+    fits = is_supported(T=T, D=size, F=F, group=group, rows_dtype=dtype)
+    fits = fits or _on_hopper(shape, dtype, arrays, activation is not None, group)
     return fits and activation != NOT_IN_KERNELS
+
+
+def _on_hopper(
+    shape: tuple[int, ...],
+    dtype: Any,
+    arrays: Mapping[str, jax.Array],
+    gated: bool,
+    group: int,
+) -> bool:
+    """Whether the kernel for such GPUs takes them, and is the faster."""
+    kernel = arrays[KERNEL]
+    return mosaic.is_hopper() and mosaic.is_supported(
+        T=shape[0],
+        D=shape[1],
+        F=math.prod(kernel.shape[:-1]),
+        group=group,
+        rows_dtype=dtype,
+        kernel_dtype=kernel.dtype,
+        gated_zeros=gated and "kernel_zero" in arrays,
+    )
 
 
 def in_halves(norm: Norm, dtype: Any) -> bool:
@@ -238,7 +261,7 @@ def few_rows(
     *,
     dtype: Any,
 ) -> Rows:
-    """The product and what stands around it by `quantized_linear`: [T, *outputs] in `dtype`.
+    """The product and what stands around it by one kernel: [T, *outputs] in `dtype`.
 
     Args:
         x: [T, I] rows, of which a norm is half done or wholly.
@@ -250,12 +273,16 @@ def few_rows(
     bias, residual, next_norm = around.bias, around.residual, around.next_norm
     if next_norm is not None and not in_halves(next_norm, dtype):
         next_norm = None
-    rows = quantized_linear(
+    x_TI = x.scaled_TD if isinstance(x, HalfNormed) else x
+    group = x_TI.shape[1] // math.prod(lead)
+    multiply: Callable[..., Rows] = partial(quantized_linear, row_scale_T=row_scale_T)
+    if _on_hopper(x_TI.shape, x_TI.dtype, arrays, around.activation is not None, group):
+        multiply = mosaic.quantized_linear_mosaic
+    rows = multiply(
         x,
         kernel.reshape(F, -1),
         scale.reshape(*lead, F),
         zero_GF=None if zero is None else zero.reshape(-1, F),
-        row_scale_T=row_scale_T,
         eps=around.norm.eps if isinstance(x, HalfNormed) and around.norm else 0.0,
         bias_F=None if bias is None else bias.reshape(F),
         activation=around.activation,

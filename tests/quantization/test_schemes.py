@@ -17,7 +17,8 @@ from jaxpaged.quantization import scheme as scheme_module
 from jaxpaged.quantization.fp8 import Fp8, quantize_rows
 from jaxpaged.quantization.scheme import divides, finished
 from jaxpaged.quantization.weight_only import WeightOnly, pack_int4, unpack_int4
-from pallas_kernels.quantized_linear import quantized_linear
+from pallas_kernels import quantized_linear_mosaic as mosaic
+from pallas_kernels.quantized_linear import TuningConfig, quantized_linear
 from pallas_kernels.rms_norm import Norm, Rows, rms_norm
 from pallas_kernels.round_rows import round_added, round_gated, round_rows
 
@@ -134,6 +135,33 @@ def test_few_rows_on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         np.testing.assert_allclose(
             np.asarray(fused, float), np.asarray(plain, float), rtol=2e-2, atol=atol
         )
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_more_rows_of_integers_on_hopper(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Its kernel takes what the other one would, and rows that are too many for that."""
+    taken: list[int] = []
+
+    def kernel(x: Any, *operands: Any, **options: Any) -> Rows:
+        taken.append(x.scaled_TD.shape[0])
+        config = TuningConfig(64, 32, 64, 1, 4, 2)
+        return quantized_linear(x, *operands, config=config, interpret=True, **options)
+
+    scheme, F = SCHEMES[name], 256
+    weight, norm = normal(F, 512), Norm(jnp.ones(512, jnp.bfloat16), 1e-6, plus_one=False)
+    arrays = arranged(scheme.quantize(weight), 2)
+    monkeypatch.setattr(mosaic, "is_hopper", lambda: True)
+    monkeypatch.setattr(mosaic, "quantized_linear_mosaic", kernel)
+    serves = not isinstance(scheme, Fp8) and scheme.storage != "float8_e4m3fn"
+    for T in (100, 129) if serves else ():
+        x_TI = normal(T, 512).astype(jnp.bfloat16)
+        rows = scheme.fused(Rows(x_TI), arrays, Around(norm), jnp.bfloat16)
+        assert (rows is None) == (T == 129)
+        if rows is not None:
+            want = scheme.product(rms_norm(x_TI, norm).astype(jnp.bfloat16), arrays, jnp.float32)
+            error = np.abs(np.asarray(rows.x, float) - np.asarray(want))
+            assert error.max() < 2e-2 * np.abs(np.asarray(want)).max()
+    assert taken == [100] * serves
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
