@@ -123,10 +123,10 @@ def check_scheme(name: str, T: int) -> bool:
 
     Where rows are rounded, one may go to its neighbour in e4m3 on either side.
     """
-    scheme, params, x_TD = ON_THE_FLY[name].scheme, weights(0), random(99, T, D, scale=1)
-    run = partial(run_layer, params, Rows(x_TD), scheme=scheme)
-    got = {key: y.x for key, y in jax.jit(partial(run, True))().items()}
-    plain = jax.jit(lambda given: run(False, given=given))(got)
+    run = partial(run_layer, scheme=ON_THE_FLY[name].scheme)
+    given = weights(0), Rows(random(99, T, D, scale=1))
+    got = {key: y.x for key, y in jax.jit(partial(run, fuse=True))(*given).items()}
+    plain = jax.jit(partial(run, fuse=False))(*given, given=got)
     good = True
     for key in SHAPES:
         y, want = (np.asarray(x, np.float64) for x in (got[key], plain[key].x))
