@@ -3,10 +3,10 @@
     python -m benchmarks.calibrate
 
 Attention's figures come from `results/kernels.json`, a step's own kernels from `profile_step`, the
-host's work from `host_step`. What is left is fitted to the whole runs that `FITTED` names, by least
-squares of the logarithm of expected over measured: the fastest of their repeats, since the model
-knows nothing that disturbs a run. All other results are held out: see
-`plan_accuracy`. Writes jaxpaged/planning/calibration/h200.json.
+host's work from `host_step` and from `HOST_BOUND`, a run that waits for the host. What is left is
+fitted to the whole runs that `FITTED` names, by least squares of the logarithm of expected over
+measured: the fastest of their repeats, since the model knows nothing that disturbs a run. All other
+results are held out: see `plan_accuracy`. Writes jaxpaged/planning/calibration/h200.json.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ FITTED = (
     f"decode_latency_{MODEL}: decode step, B 1, context 1024",
     f"decode_latency_{MODEL}: decode step, B 64, context 1024",
     f"decode_latency_{MODEL}: decode step, B 256, context 1024",
-    "decode_latency_qwen3-0.6b: decode step, B 1, context 1024",
+    "decode_latency_qwen3-0.6b: decode step, B 64, context 1024",
     f"offline_throughput_{MODEL}_fixed: offline, 256 x 512/128",
 )
+HOST_BOUND = "decode_latency_qwen3-0.6b: decode step, B 1, context 1024"
 FREE = {  # figures that whole runs tell: where the search starts, and its bounds
     "weight_share": (0.85, 0.3, 1.0),
     "gemm_share": (0.7, 0.2, 1.0),
@@ -102,6 +103,13 @@ def host() -> dict[str, float]:
     return {"host_us": float(max(base, 0.0)), "host_us_per_seq": float(slope)}
 
 
+def dispatch_us(bound: Setting, figures: dict[str, float]) -> float:
+    """Of a layer, where a step of one sequence takes as long as the host needs for it."""
+    assert bound.fastest is not None
+    step = 1e6 * bound.fastest / (bound.lengths[0].output - 1)
+    return (step - figures["host_us"] - figures["host_us_per_seq"]) / len(bound.layout.spec.layers)
+
+
 def fit_to(
     settings: Sequence[Setting], start: Calibration, free: dict[str, tuple[float, float, float]]
 ) -> Calibration:
@@ -145,35 +153,39 @@ def with_figures(calibration: Calibration, figures: dict[str, float]) -> Calibra
 
 def main() -> None:
     """Fit, print, write."""
+    settings = [setting for setting in measured_settings() if setting.gpu == GPU.name]
+    (bound,) = (setting for setting in settings if setting.name == HOST_BOUND)
+    figures = host()
     start = Calibration(
         gpu=GPU.name,
         **attention(),
-        **host(),
+        **figures,
+        dispatch_us=dispatch_us(bound, figures),
         step_us=step_us(),
         all_reduce_us=ALL_REDUCE_US,
         link_share=LINK_SHARE,
         **{name: first for name, (first, _, _) in FREE.items()},
     )
-    settings = [setting for setting in measured_settings() if setting.gpu == GPU.name]
     alone = [setting for setting in settings if setting.name in FITTED]
     found = fit_to(alone, start, FREE)
     shared = [s for s in settings if s.model == MODEL and s.is_decode and (s.tp, s.pp) == (2, 1)]
     if shared:
         found = fit_to(shared, found, COLLECTIVES)
-    figures = dataclasses.asdict(found)
-    del figures["gpu"]
+    fitted = dataclasses.asdict(found)
+    del fitted["gpu"]
     content = {
         "gpu": GPU.name,
-        "coefficients": {name: float(f"{value:.4g}") for name, value in figures.items()},
+        "coefficients": {name: float(f"{value:.4g}") for name, value in fitted.items()},
         "sources": {
             "weight_share, gemm_share, overlap, layer_us": sorted({s.file for s in alone}),
             "kv_share, attention_us, prefill_share": ["kernels"],
             "step_us": [f"profile_step_{MODEL}", "profile_step_qwen3-0.6b"],
             "host_us, host_us_per_seq": ["host_step, on another machine's processor"],
+            "dispatch_us": [bound.file],
             "all_reduce_us": sorted({s.file for s in shared}) or [EXPERIMENT],
             "link_share": [EXPERIMENT],
         },
-        "fitted": [setting.name for setting in (*alone, *shared)],
+        "fitted": [setting.name for setting in (*alone, bound, *shared)],
     }
     path = CALIBRATIONS / f"{GPU.name.lower()}.json"
     path.write_text(json.dumps(content, indent=1) + "\n")

@@ -99,7 +99,9 @@ class CostModel:
 
     def host_seconds(self, num_seqs: int) -> float:
         """Of the host's work for a step; the GPUs are busy with the one before meanwhile."""
-        return 1e-6 * (self._fitted.host_us + self._fitted.host_us_per_seq * num_seqs)
+        fitted, layers = self._fitted, len(self._layout.spec.layers)
+        calls = fitted.dispatch_us * layers
+        return 1e-6 * (fitted.host_us + fitted.host_us_per_seq * num_seqs + calls)
 
     def seconds(self, work: Work) -> list[Seconds]:
         """Of a step on the GPUs of each stage, by what bounds them: weights, KV, FLOPs,

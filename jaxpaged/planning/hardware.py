@@ -83,6 +83,7 @@ class Calibration:
     step_us: float  # of a step beside its layers: input, sampling, results
     host_us: float  # of the host's work for a step
     host_us_per_seq: float  # and for each of its sequences
+    dispatch_us: float  # that a layer adds to the host's calls of a step: its arrays and kernels
     all_reduce_us: float  # of an all-reduce of nothing
     link_share: float  # of the link's rate, in a large one
 
