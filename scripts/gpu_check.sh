@@ -3,10 +3,10 @@
 # their references, then the benchmarks in short form. Ends with a table against the targets and
 # benchmarks/results/gpu_check.json, which merges what the stages wrote.
 #
-#   scripts/gpu_check.sh [--only kernels|models|7b|0.6b|hf|quantized|two|scaling]... [--real-model DIR]
+#   scripts/gpu_check.sh [--only STAGE]... [--real-model DIR]
 #
-# Without --only: the first five. quantized is for weights and pages of fewer bits; two and scaling need
-# two GPUs, the first for what they compute, the second for how fast.
+# Without --only: kernels models 7b 0.6b hf. Of quantized weights and pages: products quantized
+# quantized-8b large. On two GPUs, what they compute and how fast: two scaling scaling-small.
 #
 # A stage takes at most eight minutes on an H200; each writes what it has as it goes, and a stage
 # that fails does not stop the others.
@@ -15,7 +15,7 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 M=benchmarks/models
 
-usage() { sed -n '2,13s/^# \{0,1\}//p' "$0"; exit "${1:-0}"; }
+usage() { sed -n '2,14s/^# \{0,1\}//p' "$0"; exit "${1:-0}"; }
 
 stages=() real_model=()
 while (($#)); do
@@ -68,11 +68,30 @@ hf() {
   run 420 -m benchmarks.compare_hf_gpu --model $M/qwen2.5-7b.json --hf-batch 64 128 16 --most-batches 2 --most-steps 400 --repeats 2 "${cached[@]}"
 }
 
-quantized() {
-  run 150 -m benchmarks.quantized_linear --rows 1 16 64 128 256
-  run 300 -m benchmarks.engines --model $M/qwen2.5-7b.json --repeats 3 --name engines_qwen2.5-7b_quantized \
-    --engine="-q fp8_per_channel" --engine="-q fp8_per_channel --quantize-lm-head" \
-    --engine="-q fp8_per_channel --kv-cache-dtype fp8" --engine="-q int4_per_group_weight_only"
+products() {
+  run 400 -m benchmarks.quantized_linear --rows 1 16 64 128 256
+}
+
+# engines MODEL SECONDS ARGUMENTS...: the figures of several engines in one file
+engines() {
+  local model=$1 limit=$2; shift 2
+  run "$limit" -m benchmarks.engines --model "$M/$model.json" --repeats 2 --calls 1 "$@"
+}
+
+schemes() {
+  local each=()
+  for q in fp8_per_channel fp8_per_tensor int8_per_channel_weight_only int4_per_group_weight_only; do
+    each+=(--engine="-q $q" --engine="-q $q --kv-cache-dtype fp8")
+  done
+  engines "$1" 475 --name "engines_$1_quantized" "${each[@]}"
+}
+
+quantized() { schemes qwen2.5-7b; }
+quantized-8b() { schemes llama-3.1-8b; }
+
+large() {
+  engines qwen2.5-72b 250 --engine="-q fp8_per_channel" --engine="-q int4_per_group_weight_only"
+  engines qwen2.5-32b 200 --calls 0 --engine="--cpu-offload-gb 10" --name engines_qwen2.5-32b_offload
 }
 
 two() {
@@ -83,21 +102,22 @@ two() {
 }
 
 scaling() {
-  local steps=(-m benchmarks.decode_latency --model $M/qwen2.5-32b.json --batch 1 64 --repeats 3)
   local served=(-m benchmarks.serving --model $M/qwen2.5-7b.json --input-len 512 --output-len 128
     --max-model-len 32768 --max-num-batched-tokens 8192 "${cached[@]}")
-  run 110 "${steps[@]}"
-  run 110 "${steps[@]}" -tp 2 --name decode_latency_qwen2.5-32b_tp2
-  run 110 "${steps[@]}" -pp 2 --name decode_latency_qwen2.5-32b_pp2
-  run 150 -m benchmarks.engines --model $M/qwen2.5-7b.json --repeats 3 --name engines_qwen2.5-7b_two \
-    --engine= --engine="-tp 2" "${cached[@]}"
+  engines qwen2.5-32b 330 --engine= --engine="-tp 2" --engine="-pp 2" --name engines_qwen2.5-32b_two
   run 70 "${served[@]}" --requests 512 --name serving_qwen2.5-7b_dp1
   run 70 "${served[@]}" --requests 1024 -dp 2 --api-server-count 2 --name serving_qwen2.5-7b_dp2_two_servers
 }
 
+scaling-small() {
+  for model in qwen2.5-7b llama-3.1-8b; do
+    engines $model 235 --engine= --engine="-tp 2" --engine="-pp 2" --name engines_${model}_two
+  done
+}
+
 for stage in "${stages[@]}"; do
   case $stage in
-    kernels | models | 7b | 0.6b | hf | quantized | two | scaling)
+    kernels | models | 7b | 0.6b | hf | products | quantized | quantized-8b | large | two | scaling | scaling-small)
       began=$SECONDS
       "$stage"
       echo "--- $stage: $((SECONDS - began)) s"
