@@ -40,7 +40,7 @@ def spread_spec(spec: ModelSpec, num_devices: int) -> ModelSpec:
         most = math.gcd(*sizes.values())
         fitting = [str(n) for n in range(1, most + 1) if most % n == 0]
         raise ValueError(
-            f"--tensor-parallel-size {num_devices} does not divide this model's "
+            f"-tp {num_devices} does not divide this model's "
             f"{' and '.join(uneven)}; what does: {', '.join(fitting)}"
         )
     num_kv_heads = math.lcm(spec.num_kv_heads, num_devices)

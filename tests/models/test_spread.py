@@ -39,8 +39,7 @@ def test_what_does_not_divide_is_named_with_what_does() -> None:
     with pytest.raises(ValueError) as error:
         spread_spec(SPEC, 4)
     assert str(error.value) == (
-        "--tensor-parallel-size 4 does not divide this model's num_attention_heads (6); "
-        "what does: 1, 2"
+        "-tp 4 does not divide this model's num_attention_heads (6); what does: 1, 2"
     )
     with pytest.raises(ValueError, match=r"heads \(6\) and intermediate_size \(56\); .*: 1, 2$"):
         spread_spec(SPEC, 5)
@@ -52,7 +51,7 @@ def test_packed_weights_divide_by_elements() -> None:
     with pytest.raises(ValueError) as error:
         spread_spec(packed, 2)
     assert str(error.value) == (
-        "--tensor-parallel-size 2 does not divide this model's intermediate_size / 4, since 4 "
+        "-tp 2 does not divide this model's intermediate_size / 4, since 4 "
         "weights of down_proj share an element (15); what does: 1, 3"
     )
     whole = packed.quantized_like(ON_THE_FLY["int8_per_channel_weight_only"])
