@@ -126,7 +126,9 @@ class CostModel:
         flops = gpu.flops(itemsize)
         num_layers = share * len(spec.layers)
         T = work.num_tokens
-        weights, operations = self._product(layout.weights.layer, layout.layer_products, T)
+        weights, operations = self._product(
+            layout.weights.layer, layout.layer_products, T, layout.layer_itemsize
+        )
         weights, operations = num_layers * weights, num_layers * operations
 
         heads, kv_heads = spec.num_heads // tp, spec.num_kv_heads // tp
@@ -143,7 +145,9 @@ class CostModel:
         collectives = num_layers * 2 * self._all_reduce(T)
         if head:
             launches += fitted.step_us
-            read, computed = self._product(layout.weights.head, layout.head_products, work.num_rows)
+            read, computed = self._product(
+                layout.weights.head, layout.head_products, work.num_rows, itemsize
+            )
             weights, operations = weights + read, operations + computed
             activations += work.num_rows * 4 * spec.vocab_rows // tp * 2 / bandwidth
             collectives += self._all_reduce(T) + self._all_reduce(work.num_rows, width=2)
@@ -156,17 +160,20 @@ class CostModel:
             "collectives": collectives,
         }
 
-    def _product(self, weight_bytes: int, products: int, rows: int) -> tuple[float, float]:
+    def _product(
+        self, weight_bytes: int, products: int, rows: int, itemsize: int
+    ) -> tuple[float, float]:
         """Seconds of rows times weights: those bound by reading them, and those by computing.
 
         Args:
             products: multiplications a row.
+            itemsize: bytes of what is multiplied.
         """
         if rows == 0:
             return 0.0, 0.0
         fitted = self._fitted
         read = weight_bytes / (self._gpu.bandwidth * fitted.weight_share)
-        rate = self._gpu.flops(self._layout.dtype.itemsize) * fitted.gemm_share
+        rate = self._gpu.flops(itemsize) * fitted.gemm_share
         compute = 2 * rows * products / rate
         both = (read**fitted.overlap + compute**fitted.overlap) ** (1 / fitted.overlap)
         # What bounds it is the larger; a product at its ridge belongs half to either.

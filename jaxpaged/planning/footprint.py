@@ -75,6 +75,11 @@ class Layout:
         return s.width * (heads * s.head_dim + 3 * s.ffn) // self.tp
 
     @property
+    def layer_itemsize(self) -> int:
+        """Bytes of what those multiply."""
+        return 1 if self.spec.rounds_activations else self.dtype.itemsize
+
+    @property
     def head_products(self) -> int:
         """The same of the head."""
         return self.spec.width * self.spec.vocab_rows // self.tp

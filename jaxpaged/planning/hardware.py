@@ -28,8 +28,10 @@ class GPU:
     source: str = ""
 
     def flops(self, itemsize: int) -> float:
-        """Peak for operands of so many bytes."""
-        return self.flops_16 if itemsize <= 2 else self.flops_32
+        """Peak for operands of so many bytes; of one byte as where cards have 8-bit floats."""
+        if itemsize == 1:
+            return 2 * self.flops_16
+        return self.flops_16 if itemsize == 2 else self.flops_32
 
 
 GPUS = {

@@ -114,8 +114,6 @@ def start_runner(config: EngineConfig, *, serving: bool, group: Group | None = N
         for own, part in zip(devices_of, parts, strict=True)
     ]
     if config.cpu_offload_gb:
-        if device.platform == "gpu":
-            log.warning("--cpu-offload-gb has not been seen to work on a GPU: docs/offload.md")
         models = [
             offload(model, config.cpu_offload_gb, own[0])
             for model, own in zip(models, here, strict=True)

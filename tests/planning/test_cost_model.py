@@ -12,6 +12,7 @@ from jaxpaged.core.scheduler_output import ScheduledSequence
 from jaxpaged.planning.cost_model import CostModel, Work, pairs, seen, work_of
 from jaxpaged.planning.footprint import Layout
 from jaxpaged.planning.hardware import GPUS, Calibration
+from jaxpaged.quantization import ON_THE_FLY
 
 H200 = GPUS["H200"]
 BUCKETS = Buckets(256, 8192, "gpu")
@@ -78,6 +79,18 @@ def test_what_bounds_a_step(cost: CostModel) -> None:
     assert bound(work(8, 1, 1024)) == "weights"
     assert bound(work(256, 256, 256 * 8192)) == "KV"
     assert bound(work(8192, 16, 8192, 16 * 512 * 513 // 2)) == "FLOPs"
+
+
+def test_rows_in_8_bit_floats_compute_in_half_the_time(
+    layouts: dict[tuple[int, int], Layout], h200: Calibration
+) -> None:
+    layout, step = layouts[1, 1], work(8192, 0, 8192)
+    spec = layout.spec.quantized_like(ON_THE_FLY["fp8_per_channel"])
+    of = [
+        CostModel(H200, h200, each, 2) for each in (layout, dataclasses.replace(layout, spec=spec))
+    ]
+    wide, narrow = (parts(cost, step)["FLOPs"] for cost in of)
+    assert narrow == pytest.approx(wide / 2, rel=0.05)
 
 
 def test_splitting_pays_for_itself_and_costs_exchanges(

@@ -25,7 +25,7 @@ def test_every_card_tells_its_source_and_is_offered() -> None:
     text = PlanOptions.__dataclass_fields__["gpus"].metadata["help"]
     for name, gpu in GPUS.items():
         assert gpu.name == name and gpu.source and name in text
-        assert gpu.flops(2) > gpu.flops(4)
+        assert gpu.flops(1) > gpu.flops(2) > gpu.flops(4)
 
 
 def test_what_was_not_measured_borrows_from_the_reference() -> None:
