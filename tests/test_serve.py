@@ -131,6 +131,8 @@ def test_embeddings_follow_the_text_alone(serving: Serving) -> None:
     np.testing.assert_allclose(embed(long)[0], vectors[2], atol=1e-4)  # from the cache
     assert httpx.post(serving.url + "/reset_prefix_cache").json() == {"success": True}
     np.testing.assert_allclose(embed(long)[0], vectors[2], atol=1e-4)
+    state = httpx.get(serving.url + "/server_info").json()["engine_stats"]
+    assert state["prefix_cache_epoch"] == 1  # what routers forget their guesses by
     assert serving.gauge("step_compilations") == 0
 
 

@@ -178,6 +178,11 @@ class Scheduler:
         self.pages.cache.reset()
         return True
 
+    @property
+    def prefix_cache_epoch(self) -> int:
+        """Another number than before: what was cached then serves no new sequence."""
+        return 0 if self.pages.cache is None else self.pages.cache.epoch
+
     def set_weight_version(self, version: object) -> None:
         """The weights changed: what they computed before serves no new sequence."""
         if self.pages.cache is not None:

@@ -270,8 +270,6 @@ class AsyncLLM:
         """
         if self.dead is not None:
             raise self.dead
-        if name == "reset_prefix_cache":
-            self._router.forget()
         doing = []
         for replica in self.living:
             argument = arguments[replica.number] if arguments else ""
@@ -338,7 +336,11 @@ class AsyncLLM:
     async def _read(self, replica: Replica) -> None:
         """Hand an engine's news to those who wait."""
         try:
+            epoch = replica.stats.prefix_cache_epoch
             async for outputs in replica.news():
+                if replica.stats.prefix_cache_epoch != epoch:  # whichever front end asked for it
+                    epoch = replica.stats.prefix_cache_epoch
+                    self._router.forget(replica.number)
                 now = time.time()
                 for news in outputs:
                     self._take(news, now)

@@ -335,6 +335,7 @@ class EngineCore:
             num_preemptions=scheduler.num_preemptions,
             prefix_cache_queries=scheduler.prefix_cache_queries,
             prefix_cache_hits=scheduler.prefix_cache_hits,
+            prefix_cache_epoch=scheduler.prefix_cache_epoch,
             step_compilations=self._runner.late_compilations - self._late_at_ready,
             iteration_tokens=self._iteration_tokens,
             bucket_tokens=self._bucket_tokens,

@@ -99,6 +99,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     num_preemptions: int = 0
     prefix_cache_queries: int = 0  # tokens
     prefix_cache_hits: int = 0  # tokens
+    prefix_cache_epoch: int = 0  # another one: what was cached is gone
     step_compilations: int = 0  # executables compiled after ready: must stay 0
     iteration_tokens: int = 0  # tokens computed by the last step; 0: none since the last stats
     bucket_tokens: int = 0  # tokens the last step's bucket had room for

@@ -144,5 +144,6 @@ def together(replicas: Sequence[Replica]) -> EngineStats:
         num_preemptions=sum(one.num_preemptions for one in stats),
         prefix_cache_queries=sum(one.prefix_cache_queries for one in stats),
         prefix_cache_hits=sum(one.prefix_cache_hits for one in stats),
+        prefix_cache_epoch=sum(one.prefix_cache_epoch for one in stats),
         step_compilations=sum(one.step_compilations for one in stats),
     )

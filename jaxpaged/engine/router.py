@@ -81,10 +81,9 @@ class Router:
         self._load[route.engine] -= route.prompt + route.output
         route.prompt = route.output = 0
 
-    def forget(self) -> None:
-        """The engines have lost their cached pages."""
-        for held in self._held:
-            held.clear()
+    def forget(self, engine: int) -> None:
+        """The engine has lost its cached pages."""
+        self._held[engine].clear()
 
     def _num_held(self, engine: int, keys: list[bytes]) -> int:
         """Leading pages that the engine should have."""

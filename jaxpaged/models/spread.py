@@ -20,17 +20,27 @@ def spread_spec(spec: ModelSpec, num_devices: int) -> ModelSpec:
     the queries; a device then holds the keys and values that its queries need.
 
     Raises:
-        ValueError: query heads or the MLP do not divide; names them and the numbers that would do.
+        ValueError: query heads, the MLP or what packed weights have of it do not divide; names them
+            and the numbers that would do.
     """
     if num_devices == 1:
         return spec
     sizes = {"num_attention_heads": spec.num_heads, "intermediate_size": spec.ffn}
+    for product, name, terms in (
+        ("o", "num_attention_heads * head_dim", spec.num_heads * spec.head_dim),
+        ("down", "intermediate_size", spec.ffn),
+    ):
+        hows = [getattr(layer.quantization, product) for layer in spec.layers]
+        packed = max((how.scheme.packed for how in hows if how is not None), default=1)
+        if packed > 1:  # a device has whole elements of the kernel
+            name = f"{name} / {packed}, since {packed} weights of {product}_proj share an element"
+            sizes[name] = terms // packed
     uneven = [f"{name} ({size})" for name, size in sizes.items() if size % num_devices]
     if uneven:
         most = math.gcd(*sizes.values())
         fitting = [str(n) for n in range(1, most + 1) if most % n == 0]
         raise ValueError(
-            f"--tensor-parallel-size {num_devices} does not divide this model's "
+            f"-tp {num_devices} does not divide this model's "
             f"{' and '.join(uneven)}; what does: {', '.join(fitting)}"
         )
     num_kv_heads = math.lcm(spec.num_kv_heads, num_devices)

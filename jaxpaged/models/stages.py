@@ -16,9 +16,7 @@ def stage_layers(spec: ModelSpec, num_stages: int) -> list[range]:
     """
     num_layers, others = len(spec.layers), num_stages - 1
     if num_layers < num_stages:
-        raise ValueError(
-            f"--pipeline-parallel-size {num_stages} is more than this model's {num_layers} layers"
-        )
+        raise ValueError(f"-pp {num_stages} is more than this model's {num_layers} layers")
     if others == 0:
         return [range(num_layers)]
     head = spec.vocab_rows * spec.width / _layer_weights(spec)

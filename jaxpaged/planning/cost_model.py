@@ -15,6 +15,7 @@ from jaxpaged.core.buckets import Buckets
 from jaxpaged.core.scheduler_output import ScheduledSequence
 from jaxpaged.planning.footprint import Layout
 from jaxpaged.planning.hardware import GPU, Calibration
+from jaxpaged.runtime.offload import PCIE_BYTES
 
 # Elements that a token reads and writes between a layer's products: around two norms and residuals,
 # around attention, and around the activation.
@@ -92,6 +93,7 @@ class CostModel:
         self._layers = Counter(layer.window for layer in layout.spec.layers)
         self._gpu, self._fitted, self._layout = gpu, calibration, layout
         self._kv_itemsize = kv_itemsize
+        self._copies = [there.size / PCIE_BYTES for there in layout.offloaded]  # seconds a step
 
     @property
     def num_stages(self) -> int:
@@ -105,7 +107,7 @@ class CostModel:
 
     def seconds(self, work: Work) -> list[Seconds]:
         """Of a step on the GPUs of each stage, by what bounds them: weights, KV, FLOPs,
-        activations, launches, collectives.
+        activations, launches, collectives; and copies from host memory, where they are the longer.
         """
         layout = self._layout
         stages = [
@@ -114,6 +116,9 @@ class CostModel:
         ]
         for stage in stages[:-1]:
             stage["collectives"] += self._hand_over(work.num_tokens)
+        for stage, copies in zip(stages, self._copies, strict=True):
+            if copies:
+                stage["copies"] = max(0.0, copies - sum(stage.values()))
         return stages
 
     def _stage(self, work: Work, share: float, head: bool) -> Seconds:

@@ -6,18 +6,19 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-import flax.linen as nn
-import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.models.decoder import Decoder, abstract_params
+from jaxpaged.models.prefetch import is_matrix
 from jaxpaged.models.spec import ModelSpec
 from jaxpaged.models.spread import spread_spec
 from jaxpaged.models.stages import stage_layers
 from jaxpaged.parallel.sharding import partition
 from jaxpaged.planning.hardware import GPU
 from jaxpaged.runtime.memory import FRAGMENTATION_MARGIN
+from jaxpaged.runtime.offload import Offloaded, choose
 from jaxpaged.runtime.plan import EnginePlan, make_plan, model_dtype
 
 # What XLA sets aside for the largest steps of three models of `benchmarks/models`, compiled for an
@@ -31,6 +32,7 @@ class Weights:
     """Bytes of one GPU's part of the parameters."""
 
     layer: int
+    matrices: int  # of a layer: what may lie in host memory
     embed: int
     head: int
     final_norm: int
@@ -46,6 +48,7 @@ class Layout:
     tp: int
     pp: int
     weights: Weights
+    cpu_offload_gb: float = 0.0
 
     @classmethod
     def of(cls, stored: ModelSpec, config: EngineConfig, tp: int, pp: int) -> Layout:
@@ -57,7 +60,7 @@ class Layout:
         spec = spread_spec(stored, tp)
         stage_layers(spec, pp)
         dtype = model_dtype(config, spec.dtype, "gpu")
-        return cls(spec, dtype, tp, pp, _weights(spec, dtype, tp))
+        return cls(spec, dtype, tp, pp, _weights(spec, dtype, tp), config.cpu_offload_gb)
 
     @property
     def stages(self) -> list[int]:
@@ -82,8 +85,23 @@ class Layout:
         return self.spec.width * self.spec.vocab_rows // self.tp
 
     @property
+    def offloaded(self) -> list[Offloaded]:
+        """Layers of each stage whose matrices lie in host memory.
+
+        Raises:
+            ValueError: see `runtime.offload.choose`.
+        """
+        if not self.cpu_offload_gb:
+            return [Offloaded((), 0, 0)] * self.pp
+        sizes = (
+            dict.fromkeys(layers, self.weights.matrices)
+            for layers in stage_layers(self.spec, self.pp)
+        )
+        return [choose(each, self.cpu_offload_gb) for each in sizes]
+
+    @property
     def weight_bytes(self) -> list[int]:
-        """Of a GPU of each stage."""
+        """Of a GPU of each stage, host memory included."""
         stages = [self.weights.layer * layers for layers in self.stages]
         stages[0] += self.weights.embed
         stages[-1] += self.weights.final_norm
@@ -110,7 +128,7 @@ class Memory:
     limit: int  # XLA's share of the card
     weights: int
     state: int  # beside the pages: penalty counts, page tables, hidden rows, inputs in flight
-    temporaries: int  # of the largest step
+    temporaries: int  # of the largest step, with what it copies from host memory
     margin: int
 
     @property
@@ -120,7 +138,11 @@ class Memory:
 
 
 def memory(gpu: GPU, config: EngineConfig, layout: Layout, plan: EnginePlan) -> list[Memory]:
-    """What an engine of this plan takes on a GPU of each stage."""
+    """What an engine of this plan takes on a GPU of each stage.
+
+    Raises:
+        ValueError: see `Layout.offloaded`.
+    """
     spec, shapes = layout.spec, plan.shapes
     itemsize = layout.dtype.itemsize
     limit = int(gpu.memory_bytes * config.gpu_memory_utilization)
@@ -132,21 +154,28 @@ def memory(gpu: GPU, config: EngineConfig, layout: Layout, plan: EnginePlan) -> 
     per_row = 4 * TEMPORARY_LOGITS * spec.vocab_rows // layout.tp
     temporaries = max(plan.max_num_batched_tokens * per_token * itemsize, shapes.max_rows * per_row)
     margin = int(FRAGMENTATION_MARGIN * limit)
-    return [Memory(limit, size, state, temporaries, margin) for size in layout.weight_bytes]
+    return [
+        Memory(limit, size - there.size, state, temporaries + there.window, margin)
+        for size, there in zip(layout.weight_bytes, layout.offloaded, strict=True)
+    ]
 
 
 def _weights(spec: ModelSpec, dtype: jnp.dtype, tp: int) -> Weights:
     """Sizes of the very parameters that an engine would make, of a model of one layer."""
     one = dataclasses.replace(spec, layers=spec.layers[:1])
     plan = make_plan(EngineConfig(), one, dtype, "gpu", serving=True)
-    sizes = {"layers_0": 0, "embed": 0, "lm_head": 0, "final_norm": 0}
-    for name, part in abstract_params(Decoder(one, plan.kv, dtype)).items():
-        for leaf in jax.tree.leaves(part, is_leaf=lambda x: isinstance(x, nn.meta.AxisMetadata)):
-            split = any(axis is not None for axis in partition(leaf.names))
-            count = math.prod(leaf.value.shape) // (tp if split else 1)
-            sizes[name] += count * leaf.value.dtype.itemsize
+    sizes = {"layers_0": 0, "matrices": 0, "embed": 0, "lm_head": 0, "final_norm": 0}
+    boxed = flatten_dict(abstract_params(Decoder(one, plan.kv, dtype)), sep="/")
+    for name, leaf in boxed.items():
+        split = any(axis is not None for axis in partition(leaf.names))
+        count = math.prod(leaf.value.shape) // (tp if split else 1)
+        module = name.partition("/")[0]
+        sizes[module] += count * leaf.value.dtype.itemsize
+        if module == "layers_0" and is_matrix(name):
+            sizes["matrices"] += count * leaf.value.dtype.itemsize
     return Weights(
         layer=sizes["layers_0"],
+        matrices=sizes["matrices"],
         embed=sizes["embed"],
         head=sizes["lm_head"] or sizes["embed"],
         final_norm=sizes["final_norm"],

@@ -17,6 +17,7 @@ ENGINE_SETTINGS = (
     "quantize_lm_head",
     "max_model_len",
     "gpu_memory_utilization",
+    "cpu_offload_gb",
     "num_gpu_blocks_override",
     "block_size",
     "kv_cache_dtype",

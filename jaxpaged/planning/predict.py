@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxpaged.config import EngineConfig
+from jaxpaged.config import GIB, EngineConfig
 from jaxpaged.models.spec import ModelSpec
 from jaxpaged.planning.cost_model import CostModel
 from jaxpaged.planning.footprint import Layout, Memory, memory
@@ -119,12 +119,21 @@ def predict(spec: ModelSpec, config: EngineConfig, options: PlanOptions) -> Pred
 
 
 def fit(gpu: GPU, config: EngineConfig, layout: Layout) -> tuple[Memory, EnginePlan, str | None]:
-    """Where the scarcest GPU's memory goes, the plan with its pages, what is wrong if none fit."""
+    """Where the scarcest GPU's memory goes, the plan with its pages, what is wrong if none fit.
+
+    Raises:
+        ValueError: settings that contradict the model or each other.
+    """
     plan = layout.plan(config)
     stages = memory(gpu, config, layout, plan)
     taken = min(stages, key=lambda stage: stage.left)
     if taken.left <= 0:
-        return taken, plan, "no memory is left for KV pages"
+        problem = (
+            f"{-taken.left / GIB:.2f} GiB too much before the first page: more of --tp or --pp, "
+            f"--quantization, --cpu-offload-gb, a higher --gpu-memory-utilization or a lower "
+            f"--max-num-batched-tokens would help"
+        )
+        return taken, plan, problem
     try:
         return taken, plan.with_pages(config, *(stage.left for stage in stages)), None
     except ValueError as error:
@@ -143,7 +152,11 @@ def fitting(gpu: GPU, config: EngineConfig, spec: ModelSpec) -> Iterator[Smalles
     many = [dataclasses.replace(layout, pp=pp) for layout in layouts for pp in stages]
     many = [layout for layout in many if layout.tp * layout.pp <= MOST_GPUS]
     for layout in sorted(many, key=lambda layout: (layout.tp * layout.pp, layout.pp)):
-        if fit(gpu, config, layout)[2] is None:
+        try:
+            problem = fit(gpu, config, layout)[2]
+        except ValueError:
+            continue  # a stage's layers hold less than is to be offloaded
+        if problem is None:
             yield Smallest(layout.tp, layout.pp)
 
 

@@ -25,6 +25,7 @@ def flags(model: str, config: EngineConfig, options: PlanOptions, found: Predict
     command += ["--max-num-batched-tokens", str(found.plan.max_num_batched_tokens)]
     for name, value, default in (
         ("--gpu-memory-utilization", config.gpu_memory_utilization, 0.92),
+        ("--cpu-offload-gb", config.cpu_offload_gb, 0.0),
         ("--dtype", config.dtype, "auto"),
         ("--quantization", config.quantization, None),
         ("--kv-cache-dtype", config.kv_cache_dtype, "auto"),
@@ -158,14 +159,11 @@ def as_text(model: str, config: EngineConfig, options: PlanOptions, found: Predi
 
 
 def _misfit(found: Prediction) -> list[str]:
-    lines = [f"why not: {found.problem}"]
-    if found.memory.left <= 0:
-        lines[0] = f"why not: {-found.memory.left / GIB:.2f} GiB too much before the first page"
-    smallest = found.smallest
+    why, smallest = f"why not: {found.problem}", found.smallest
     if smallest is None:
-        return [*lines, f"nor does it on any number of {found.gpu.name} that was tried"]
+        return [why, f"nor does it on any number of {found.gpu.name} that was tried"]
     return [
-        *lines,
+        why,
         f"smallest that fits: {smallest.gpus} x {found.gpu.name}, -tp {smallest.tp} "
         f"-pp {smallest.pp}",
     ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import jax
 
@@ -19,6 +20,15 @@ log = logging.getLogger(__name__)
 PCIE_BYTES = 55e9  # a second: what is left of PCIe 5.0 x16 (64 GB/s) in large copies
 
 
+@dataclass(frozen=True)
+class Offloaded:
+    """Layers whose matrices lie in host memory."""
+
+    layers: tuple[int, ...]
+    size: int  # bytes of them all, on each device: what every step copies
+    window: int  # bytes that are on the device at any time, at most
+
+
 def offload(model: Decoder, gib: float, device: jax.Device | None = None) -> Decoder:
     """The model with the matrices of as few layers in host memory as hold `gib` GiB.
 
@@ -27,12 +37,36 @@ def offload(model: Decoder, gib: float, device: jax.Device | None = None) -> Dec
         device: where the model lies if it has no mesh; None: the first.
 
     Raises:
-        ValueError: the layers hold less, or nothing would be saved; one line.
+        ValueError: see `choose`.
     """
     sizes = dict.fromkeys(model.own_layers, 0)
     for name, leaf in abstract_leaves(model, device).items():
         if name.startswith("layers_") and is_matrix(name):
             sizes[int(name.partition("/")[0].removeprefix("layers_"))] += shard_bytes(leaf)
+    found = choose(sizes, gib)
+    log.info(
+        "the matrices of %d of %d layers, %.2f GiB, stay in host memory, and %.2f GiB of the "
+        "device hold %d of them at a time: at most about %.3g steps/s at %.0f GB/s",
+        len(found.layers),
+        len(sizes),
+        found.size / GIB,
+        found.window / GIB,
+        WINDOW,
+        PCIE_BYTES / found.size,
+        PCIE_BYTES / 1e9,
+    )
+    return model.clone(host_layers=found.layers)
+
+
+def choose(sizes: Mapping[int, int], gib: float) -> Offloaded:
+    """As few layers as hold `gib` GiB.
+
+    Args:
+        sizes: bytes of the matrices of each layer of a stage, in order.
+
+    Raises:
+        ValueError: the layers hold less, or nothing would be saved; one line.
+    """
     total = sum(sizes.values())
     if gib * GIB > total:
         most = math.floor(100 * total / GIB) / 100
@@ -40,7 +74,7 @@ def offload(model: Decoder, gib: float, device: jax.Device | None = None) -> Dec
             f"--cpu-offload-gb {gib:g} is more than all layers hold: at most {most:.2f} GiB of a "
             "device's weights can be offloaded"
         )
-    choices = (spaced(model.own_layers, count) for count in range(1, len(sizes) + 1))
+    choices = (spaced(tuple(sizes), count) for count in range(1, len(sizes) + 1))
     layers = next(
         layers for layers in choices if sum(sizes[index] for index in layers) >= gib * GIB
     )
@@ -53,18 +87,7 @@ def offload(model: Decoder, gib: float, device: jax.Device | None = None) -> Dec
             f"--cpu-offload-gb {gib:g} would save nothing: {WINDOW} layers' matrices, "
             f"{on_device / GIB:.2f} GiB, are on the device at any time"
         )
-    log.info(
-        "the matrices of %d of %d layers, %.2f GiB, stay in host memory, and %.2f GiB of the "
-        "device hold %d of them at a time: at most about %.3g steps/s at %.0f GB/s",
-        len(layers),
-        len(sizes),
-        offloaded / GIB,
-        on_device / GIB,
-        WINDOW,
-        PCIE_BYTES / offloaded,
-        PCIE_BYTES / 1e9,
-    )
-    return model.clone(host_layers=layers)
+    return Offloaded(layers, offloaded, on_device)
 
 
 def spaced(layers: Sequence[int], count: int) -> tuple[int, ...]:

@@ -103,7 +103,8 @@ def load_leaves(
         whole: names of the leaves of the whole model, where `leaves` are those of a stage.
 
     Raises:
-        ModelFilesError: tensors are missing, unexpected or of another shape than config.json says.
+        ModelFilesError: tensors are missing, unexpected or of another shape than config.json says,
+            or scales of quantized ones are no numbers.
     """
     rules = [
         rule.at(layer) if "{layer}" in rule.leaf else rule
@@ -143,6 +144,13 @@ def _load_quantized(
         {kind: files.read(f"{part}.{kind}", QUANTIZED_TYPES) for kind in quantized.source.tensors}
         for part in part_names(rule)
     ]
+    for part, stored in zip(part_names(rule), tensors, strict=True):
+        for kind, tensor in stored.items():
+            if "scale" in kind and not np.isfinite(tensor).all():
+                raise ModelFilesError(
+                    f"{files.path}: {part}.{kind} holds NaN or infinite scales: fetch the "
+                    f"checkpoint again, or quantize the model anew"
+                )
     pack = pack_parts(rule, quantized, spec, layerless(rule.leaf), targets)
     target = targets[KERNEL]
     try:

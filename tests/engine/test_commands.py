@@ -31,13 +31,16 @@ def cached_tokens(where: Scheduler, name: str) -> int:
 def test_the_prefix_cache_is_forgotten():
     where = scheduler()
     assert [cached_tokens(where, name) for name in "ab"] == [0, 16]
+    assert where.prefix_cache_epoch == 0
     assert run_command(Command(7, "reset_prefix_cache"), where) == CommandDone(7)
+    assert where.prefix_cache_epoch == 1
     assert [cached_tokens(where, name) for name in "cd"] == [0, 16]
 
 
 def test_no_prefix_cache_to_forget():
     done = run_command(Command(1, "reset_prefix_cache"), scheduler(caching=False))
     assert done.error is not None and "prefix caching is off" in done.error
+    assert scheduler(caching=False).prefix_cache_epoch == 0
 
 
 def test_a_profile(tmp_path: Path):

@@ -17,11 +17,13 @@ from fake_server import FAKE_CORE
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.async_llm import AsyncLLM
 from jaxpaged.engine.core_client import FrontEnd
+from jaxpaged.engine.core_fleet import CoreFleet
 from jaxpaged.engine.errors import BadRequestError, EngineDeadError, EngineStartError
 from jaxpaged.engine.llm import LLM
 from jaxpaged.engine.messages import Command, EngineDead
 from jaxpaged.engine.metrics import MetricsRegistry
 from jaxpaged.engine.replica import connect
+from jaxpaged.page_keys import page_keys
 from jaxpaged.sampling_params import SamplingParams
 
 ENDLESS = SamplingParams(ignore_eos=True, max_tokens=200)
@@ -128,6 +130,35 @@ def test_a_dead_engine_takes_its_own_requests_along_and_no_others():
                 await work
 
     with_engines(work, "--step-seconds", "0.005")
+
+
+def test_all_routers_forget_what_one_front_end_resets():
+    long = list(range(5, 105))
+
+    async def run() -> None:
+        config = EngineConfig(skip_tokenizer_init=True, data_parallel_size=2)
+        fleet = CoreFleet(config, FAKE_CORE, num_front_ends=2)
+        engines = [AsyncLLM(config, front_end=front_end) for front_end in await fleet.launch()]
+        await asyncio.gather(*(engine.start() for engine in engines))
+        try:
+            for engine in engines:
+                async for _ in engine.generate(long, FEW, "long"):
+                    pass
+            assert [missing(engine) for engine in engines] == [100 % 16] * 2
+            await engines[0].command("reset_prefix_cache")
+            for engine in engines:
+                await until(lambda engine=engine: missing(engine) == 100)
+        finally:
+            for engine in engines:
+                await engine.shutdown()
+            await fleet.stop()
+
+    def missing(engine: AsyncLLM) -> int:
+        """Tokens of the prompt that its engine would compute, as far as is known."""
+        holds = max((0, 1), key=lambda at: len(engine._router._held[at]))
+        return 100 - 16 * engine._router._num_held(holds, page_keys(long, 16))
+
+    asyncio.run(asyncio.wait_for(run(), 30))
 
 
 def test_commands_go_to_all():

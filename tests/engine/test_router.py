@@ -37,7 +37,8 @@ def test_other_salts_and_forgotten_pages_attract_nothing():
     router.end(router.route(range(2), LONG, None, 1))
     router.end(router.route(range(2), LONG, "salt", 1))
     assert router.route(range(2), LONG, "salt", 1).prompt == 0
-    router.forget()
+    router.forget(0)
+    router.forget(1)
     assert router.route(range(2), LONG, "salt", 1).prompt == len(LONG)
 
 

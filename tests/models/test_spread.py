@@ -9,6 +9,7 @@ import tiny_models
 
 from jaxpaged.models import load_spec
 from jaxpaged.models.spread import spread_leaf, spread_spec
+from jaxpaged.quantization import ON_THE_FLY
 
 SPEC = load_spec(tiny_models.CONFIGS["qwen2"])  # 6 query heads, 2 KV heads, 56, 97 tokens
 
@@ -38,11 +39,23 @@ def test_what_does_not_divide_is_named_with_what_does() -> None:
     with pytest.raises(ValueError) as error:
         spread_spec(SPEC, 4)
     assert str(error.value) == (
-        "--tensor-parallel-size 4 does not divide this model's num_attention_heads (6); "
-        "what does: 1, 2"
+        "-tp 4 does not divide this model's num_attention_heads (6); what does: 1, 2"
     )
     with pytest.raises(ValueError, match=r"heads \(6\) and intermediate_size \(56\); .*: 1, 2$"):
         spread_spec(SPEC, 5)
+
+
+def test_packed_weights_divide_by_elements() -> None:
+    packed = replace(SPEC, ffn=60).quantized_like(ON_THE_FLY["int4_per_group_weight_only"])
+    assert spread_spec(packed, 3).kv_copies == 3  # 15 elements of the MLP, 12 of the heads
+    with pytest.raises(ValueError) as error:
+        spread_spec(packed, 2)
+    assert str(error.value) == (
+        "-tp 2 does not divide this model's intermediate_size / 4, since 4 "
+        "weights of down_proj share an element (15); what does: 1, 3"
+    )
+    whole = packed.quantized_like(ON_THE_FLY["int8_per_channel_weight_only"])
+    assert spread_spec(whole, 2).stored == whole
 
 
 def test_queries_keep_their_keys() -> None:

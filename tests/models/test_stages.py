@@ -40,5 +40,5 @@ def test_every_layer_is_in_one_stage_and_no_stage_is_empty() -> None:
 
 
 def test_more_stages_than_layers_are_refused() -> None:
-    with pytest.raises(ValueError, match="--pipeline-parallel-size 3 is more than .* 2 layers"):
+    with pytest.raises(ValueError, match="-pp 3 is more than .* 2 layers"):
         stage_layers(load_spec(CONFIGS["qwen2"]), 3)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxpaged.config import GIB
 from jaxpaged.core.buckets import Buckets
 from jaxpaged.core.scheduler_output import ScheduledSequence
 from jaxpaged.planning.cost_model import CostModel, Work, pairs, seen, work_of
@@ -113,6 +114,22 @@ def test_stages_share_the_layers_and_the_last_has_the_head(
     assert first["KV"] > last["KV"]  # the last has fewer layers, since it has the head
     assert first["weights"] == pytest.approx(last["weights"], rel=0.1)
     assert first["collectives"] > last["collectives"] == 0
+
+
+def test_a_step_takes_as_long_as_its_copies(
+    layouts: dict[tuple[int, int], Layout], h200: Calibration
+) -> None:
+    here, there = (
+        CostModel(H200, h200, dataclasses.replace(layouts[1, 2], cpu_offload_gb=gib), 2)
+        for gib in (0.0, 2.0)
+    )
+    for step in (work(), work(8192, 16, 8192, 16 * 512 * 513 // 2)):
+        for alone, copying in zip(here.seconds(step), there.seconds(step), strict=True):
+            copies = copying.pop("copies")
+            assert copying == alone
+            least = 2 * GIB / 55e9  # seconds; of a layer more than that at most
+            assert max(sum(alone.values()), least) <= sum(alone.values()) + copies
+            assert copies == 0 or sum(alone.values()) + copies < 1.3 * least
 
 
 @given(st.integers(0, 60), st.integers(1, 40), st.none() | st.integers(1, 50))

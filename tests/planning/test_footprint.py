@@ -6,13 +6,15 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from jaxpaged.config import EngineConfig
+from jaxpaged.config import GIB, EngineConfig
 from jaxpaged.models import ModelSpec, load_spec
 from jaxpaged.models.decoder import Decoder
 from jaxpaged.planning.footprint import Layout, memory
 from jaxpaged.planning.hardware import GPUS
 from jaxpaged.planning.predict import Smallest, fit, fitting
 from jaxpaged.runtime.memory import page_budget, resident_bytes
+from jaxpaged.runtime.offload import offload
+from jaxpaged.runtime.plan import EnginePlan
 from jaxpaged.runtime.weights import abstract_leaves
 from tests.engine.harness import GEMMA, LLAMA
 
@@ -28,6 +30,25 @@ def test_weights_are_those_that_an_engine_loads(model: dict[str, Any]) -> None:
     resident = resident_bytes(abstract_leaves(decoder))
     assert layout.weight_bytes == [pytest.approx(resident, rel=0.03)]
     assert layout.weight_bytes[0] <= resident  # that rounds up
+
+
+def test_offloaded_weights_are_those_of_an_engine() -> None:
+    spec = load_spec(LLAMA | {"num_hidden_layers": 6, "max_position_embeddings": 2048})
+    (whole,) = memory(H200, CONFIG, *laid_out(spec, CONFIG))
+    matrices = laid_out(spec, CONFIG)[0].weights.matrices
+    config = dataclasses.replace(CONFIG, cpu_offload_gb=2.5 * matrices / GIB)
+    layout, plan = laid_out(spec, config)
+    (taken,) = memory(H200, config, layout, plan)
+    assert taken.weights == whole.weights - 3 * matrices
+    assert taken.temporaries == whole.temporaries + 2 * matrices
+    decoder = offload(Decoder(spec, plan.kv, layout.dtype), config.cpu_offload_gb)
+    assert layout.offloaded[0].layers == decoder.host_layers == (1, 3, 5)
+    assert taken.weights == pytest.approx(resident_bytes(abstract_leaves(decoder)), rel=0.05)
+
+
+def laid_out(spec: ModelSpec, config: EngineConfig) -> tuple[Layout, EnginePlan]:
+    layout = Layout.of(spec, config, 1, 1)
+    return layout, layout.plan(config)
 
 
 def test_a_part_of_the_model_lies_on_each_gpu(layouts: dict[tuple[int, int], Layout]) -> None:
@@ -84,6 +105,9 @@ def test_a_model_that_is_too_large(large_config: dict[str, Any]) -> None:
     assert taken.left < 0 and problem is not None
     assert next(fitting(H200, CONFIG, spec)) == Smallest(tp=2, pp=1)
     assert next(fitting(GPUS["L40S"], CONFIG, spec)) == Smallest(tp=4, pp=1)
+    offloading = dataclasses.replace(CONFIG, cpu_offload_gb=40)  # less is there on four cards
+    assert next(fitting(H200, offloading, spec)) == Smallest(tp=1, pp=1)
+    assert next(fitting(GPUS["L40S"], offloading, spec)) == Smallest(tp=2, pp=1)
 
 
 def test_stages_where_heads_do_not_divide(large_config: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from jaxpaged.cli import main
+from jaxpaged.config import GIB
 from jaxpaged.planning.options import ENGINE_SETTINGS, PlanOptions
 from tests.planning.conftest import MODELS
 
@@ -128,6 +129,20 @@ def test_quantized_weights_count_as_they_are_stored(capsys: pytest.CaptureFixtur
     assert f"--quantization {scheme} --quantize-lm-head" in found[2]["command"]
 
 
+def test_weights_in_host_memory_make_room_and_take_time(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    here, there = (figures(capsys, MODEL, *QUICK, "--cpu-offload-gb", gib) for gib in ("0", "10"))
+    freed = here["bytes_per_gpu"]["weights"] - there["bytes_per_gpu"]["weights"]
+    assert 10 * GIB <= freed < 10.5 * GIB
+    room = [found["bytes_per_gpu"]["left_for_pages"] for found in (here, there)]
+    assert 9 * GIB < room[1] - room[0] < freed
+    predicted = there["predicted"]
+    assert predicted["bound"] == "copies" and "copies" not in here["predicted"]["time_shares"]
+    assert predicted["seconds"] >= 16 * freed / 55e9 > 2 * here["predicted"]["seconds"]
+    assert "--cpu-offload-gb 10.0" in there["command"] and "offload" not in here["command"]
+
+
 def test_a_model_that_does_not_fit(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, large_config: dict[str, Any]
 ) -> None:
@@ -135,6 +150,7 @@ def test_a_model_that_does_not_fit(
     assert main(["plan", str(tmp_path), "--max-model-len", "2048"]) == 1
     text = capsys.readouterr().out
     assert "does not fit" in text and "GiB too much" in text
+    assert "--quantization, --cpu-offload-gb" in text
     assert "smallest that fits: 2 x H200, -tp 2 -pp 1" in text
     assert f"jaxpaged serve {tmp_path} -tp 2" in text
     assert main(["plan", str(tmp_path), "--max-model-len", "2048", "--json"]) == 1
@@ -183,8 +199,10 @@ def test_preemptions_lead_to_fewer_sequences(capsys: pytest.CaptureFixture[str])
         (["--gpus", "H300:8"], "no such card"),
         (["--gpus", "H200:8", "--tp", "16"], "needs 16 GPUs"),
         (["--gpus", "H200:64", "--tp", "16"], "8 H200 of a host are linked"),
-        (["--gpus", "H200:8", "--tp", "8"], "num_attention_heads (28)"),
-        (["--gpus", "H200:64", "--pp", "32"], "28 layers"),
+        (["--gpus", "H200:8", "--tp", "8"], "-tp 8 does not divide this model's num_attention_h"),
+        (["--gpus", "H200:64", "--pp", "32"], "-pp 32 is more than this model's 28 layers"),
+        (["--cpu-offload-gb", "20"], "--cpu-offload-gb 20 is more than all layers hold"),
+        (["--cpu-offload-gb", "0.1"], "--cpu-offload-gb 0.1 would save nothing"),
         (["--trace", "fixed:512"], "--trace must be sharegpt or fixed:PROMPT,OUTPUT"),
         (["--trace", "fixed:2000,100", "--max-model-len", "2048"], "2100 tokens"),
         (["--max-model-len", "1m"], "max_position_embeddings"),

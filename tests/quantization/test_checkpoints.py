@@ -221,6 +221,22 @@ class TestErrors:
                 load_params(tmp_path, model, progress=False)
             assert "\n" not in str(error.value)
 
+    @pytest.mark.parametrize(
+        ("name", "kind"), [("compressed-tensors fp8 channel", "weight_scale"), ("awq", "scales")]
+    )
+    @pytest.mark.parametrize("value", [np.nan, -np.inf])
+    def test_scales_that_are_no_numbers(
+        self, tmp_path: Path, name: str, kind: str, value: float
+    ) -> None:
+        tensors, _ = stored(name)
+        key = f"model.layers.0.mlp.up_proj.{kind}"
+        wrong = tensors[key].copy()
+        wrong.flat[-1] = value
+        model = make_decoder(write(tmp_path, name, tensors | {key: wrong}))
+        with pytest.raises(ModelFilesError, match=f"{key} holds NaN or infinite scales") as error:
+            load_params(tmp_path, model, progress=False)
+        assert "\n" not in str(error.value)
+
     def test_another_layout(self, tmp_path: Path) -> None:
         name = "gptq 4 desc_act zeros"
         tensors, _ = stored(name)

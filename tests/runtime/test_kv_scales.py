@@ -75,6 +75,8 @@ def test_other_names_are_not_taken() -> None:
         ("model.layers.99.self_attn.k_scale", 1.0, "no scale of this model's"),
         ("model.embed_tokens.weight", 1.0, "no scale of this model's"),
         (f"{LAYER}.k_scale", 0.0, "positive number"),
+        (f"{LAYER}.k_scale", float("nan"), "k_scale must be a positive number"),
+        (f"{LAYER}.v_scale", [1.0, float("inf")], "v_scale must be a positive number"),
         (f"{LAYER}.k_scale", [1.0] * 7, "positive number or 2"),
     ],
 )

@@ -117,10 +117,10 @@ def test_random_weights_are_made_quantized(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", TWO)
 def test_leaves_of_copied_heads_and_their_shardings(tmp_path: Path, name: str) -> None:
-    """As four devices would have them; one device says the rest."""
+    """As two devices would have them; one device says the rest."""
     folder = tiny_models.write_model(tmp_path, CONFIG)
     whole = make_decoder(CONFIG, quantization=name, quantize_lm_head=True)
-    spec = spread_spec(whole.spec, 4)
+    spec = spread_spec(whole.spec, 2)
     kv = replace(whole.kv, num_kv_heads=spec.num_kv_heads)
     shared = whole.clone(spec=spec, kv=kv, mesh=make_mesh())
     for load_format in ("auto", "dummy"):
