@@ -64,14 +64,16 @@ def row(found: dict[str, Any]) -> dict[str, Any]:
     """Its line of the table."""
     steps = {f"B {step['batch']}, ms": step["step ms"] for step in found["steps"]}
     seconds = [call["seconds"] for call in found["calls"]]
-    rate = {f"{REQUESTS} x {PROMPT}/{OUTPUT}, tok/s": REQUESTS * OUTPUT / median(seconds)}
+    rate: dict[str, float] = {}
+    if seconds:
+        rate[f"{REQUESTS} x {PROMPT}/{OUTPUT}, tok/s"] = REQUESTS * OUTPUT / median(seconds)
     return {
         "engine": found["flags"] or "bfloat16",
         "head": found["lm_head_dtype"],
         "weights, GiB": found["weights_gib"],
         "pool, tokens": found["pool_tokens"],
         **steps,
-        **(rate if seconds else {}),
+        **rate,
         "ready, s": found["ready_seconds"],
     }
 

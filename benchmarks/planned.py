@@ -35,7 +35,7 @@ PARALLEL = {
     "dp": ("data_parallel_size", "-dp"),
 }
 # Settings that a result file names.
-STORED = ("quantization", "quantize_lm_head", "kv_cache_dtype")
+STORED = ("quantization", "quantize_lm_head", "kv_cache_dtype", "cpu_offload_gb")
 SERVING = ("output tok/s", "TTFT p50", "TPOT p50", "E2E p50")  # figures to compare
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import calibrate, plan_accuracy
 from benchmarks.common import RESULTS, markdown
+from benchmarks.engines import row
 from benchmarks.planned import Setting, measured_settings, value
 from jaxpaged.planning.hardware import CALIBRATIONS, Calibration
 from jaxpaged.planning.lengths import Lengths
@@ -67,6 +68,30 @@ def test_throughput_and_serving_results_are_read(tmp_path: Path) -> None:
     expected = [each.plan(each.cost_model(calibration)) for each in (slow, fast)]
     assert expected[0].keys() == slow.measured.keys()
     assert expected[0]["output tok/s"] < expected[1]["output tok/s"]
+
+
+def test_engines_are_read_as_they_kept_their_weights(tmp_path: Path) -> None:
+    engine = {
+        "flags": "--cpu-offload-gb 0.25", "dtype": "bfloat16", "cpu_offload_gb": 0.25,
+        "steps": [{"batch": 1, "step ms": 9.0, "seconds": {"1": [1.0], "33": [3.0, 2.5]}}],
+        "calls": [],
+    }  # fmt: skip
+    write(tmp_path, "engines_x", "python -m benchmarks.engines --calls 0", engines=[engine])
+    (step,) = measured_settings(tmp_path)
+    assert step.fastest == 1.5 and step.config.cpu_offload_gb == step.layout.cpu_offload_gb == 0.25
+    calibration = Calibration.load(CALIBRATIONS / "h200.json")
+    other = dataclasses.replace(step, stored={})
+    expected = [each.plan(each.cost_model(calibration))["step ms"] for each in (step, other)]
+    assert expected[0] > 2 * expected[1]
+
+
+def test_an_engine_without_calls_has_a_line_of_steps_alone() -> None:
+    found = {
+        "flags": "", "lm_head_dtype": "bfloat16", "weights_gib": 1.0, "pool_tokens": 2,
+        "ready_seconds": 3.0, "steps": [{"batch": 1, "step ms": 9.0}],
+    }  # fmt: skip
+    assert list(row(found | {"calls": []}))[-2:] == ["B 1, ms", "ready, s"]
+    assert row(found | {"calls": [{"seconds": 2.0}]})["256 x 512/128, tok/s"] == 16384
 
 
 def test_what_is_not_understood_is_left_out(tmp_path: Path) -> None:
