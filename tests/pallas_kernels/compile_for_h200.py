@@ -23,7 +23,7 @@ from pallas_kernels.peer_sum import Peers, peer_sum
 from pallas_kernels.quantized_linear import quantized_linear
 from pallas_kernels.rms_norm import Norm, Rows, half_norm
 from pallas_kernels.rope_write import Written, rope_write
-from pallas_kernels.round_rows import round_rows
+from pallas_kernels.round_rows import MAX_WIDTH, round_added, round_gated, round_rows
 from pallas_kernels.sample_top_k_top_p import sample_top_k_top_p
 from pallas_kernels.small_batch_linear import small_batch_linear
 
@@ -237,6 +237,41 @@ def compile_quantized(
         return jax.jit(product).lower(*operands, **rest).compile()
 
 
+# Width, dtype of the sums and of what is rounded: Qwen2.5 7B's two, and the widest in registers.
+ROUNDED = (
+    (3584, "bfloat16", "bfloat16"),
+    (18944, "bfloat16", "bfloat16"),
+    (MAX_WIDTH, "float32", "float16"),
+)
+
+
+def compile_rounded(
+    mesh: Mesh, T: int, width: int, sums: str, dtype: str
+) -> list[jax.stages.Compiled]:
+    """Sums gated, and added to a residual."""
+    sharding = NamedSharding(mesh, PartitionSpec())
+
+    def like(*shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+
+    def gated(*operands: jax.Array) -> Any:
+        *others, bias_2F = operands
+        return round_gated(*others, "silu", bias_2F, dtype=jnp.dtype(dtype))
+
+    def added(*operands: jax.Array) -> Rows:
+        *others, factor_D, bias_D = operands
+        return round_added(*others, Norm(factor_D, 1e-6, True), bias_D)
+
+    D, of_rows = width, like(T, 1)
+    bias_2F, residual_TD, of_D = (like(*s, dtype=dtype) for s in ((2, D), (T, D), (D,)))
+    cases = (
+        (gated, (like(T, 2, D, dtype=sums), of_rows, like(2, D), bias_2F)),
+        (added, (like(T, D, dtype=sums), of_rows, like(D), residual_TD, of_D, of_D)),
+    )
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return [jax.jit(run).lower(*operands).compile() for run, operands in cases]
+
+
 def compile_peer_sum(mesh: Mesh, T: int, D: int) -> jax.stages.Compiled:
     sharding = NamedSharding(mesh, PartitionSpec())
 
@@ -268,6 +303,7 @@ def main() -> None:
     parser.add_argument("--sampling", nargs="*", type=int, default=[], metavar="R", help="rows")
     parser.add_argument("--linear", nargs="*", type=int, default=[], metavar="T", help="rows")
     parser.add_argument("--quantized", nargs="*", type=int, default=[], metavar="T", help="rows")
+    parser.add_argument("--rounded", nargs="*", type=int, default=[], metavar="T", help="rows")
     parser.add_argument("--peers", nargs="*", type=int, default=[], metavar="N", help="devices")
     args = parser.parse_args()
     mesh = h200_mesh(args.card)
@@ -284,6 +320,9 @@ def main() -> None:
     for T, shape in product(args.quantized, QUANTIZED[2:] if args.card == "a100" else QUANTIZED):
         compile_quantized(mesh, T, *shape)
         print(f"compiled quantized {T} {shape}", flush=True)
+    for T, case in product(args.rounded, ROUNDED):
+        compile_rounded(mesh, T, *case)
+        print(f"compiled rounded {T} {case}", flush=True)
     for name, dtype, size in product(args.names, args.dtypes, args.steps):
         T, B = map(int, size.split("x"))
         if args.rope_write:

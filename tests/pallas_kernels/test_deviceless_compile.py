@@ -83,6 +83,10 @@ def test_products_with_quantized_kernels() -> None:
     assert len(compiled("--names", "--quantized", "1", "32", "64")) == 15
 
 
+def test_rows_that_are_rounded_for_the_next_product() -> None:
+    assert len(compiled("--names", "--rounded", "17")) == 3
+
+
 def test_an_a100_takes_them_too() -> None:
     card = ("--card", "a100")
     assert len(compiled(*card)) == 21
