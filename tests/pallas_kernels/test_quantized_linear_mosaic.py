@@ -271,17 +271,21 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
-    ("kernel", "D", "groups", "zeros", "programs"),
+    ("kernel", "D", "groups", "zeros", "T", "cluster", "programs"),
     [
-        ("uint16", 512, 4, True, 5),  # sums of two and three programs, and whole ones
-        ("uint16", 512, 1, False, 2),
-        ("int8", 256, 1, False, 3),
-        ("int8", 256, 4, True, 4),
+        ("uint16", 512, 4, True, 32, 1, 5),  # sums of two and three programs, and whole ones
+        ("uint16", 512, 1, False, 32, 1, 2),
+        ("int8", 256, 1, False, 32, 1, 3),
+        ("int8", 256, 4, True, 32, 1, 4),
+        ("uint16", 512, 4, True, 32, 2, 5),  # two clusters, each with half of the only sum
+        ("uint16", 512, 4, True, 64, 1, 7),  # two blocks of rows
     ],
 )
-def test_results_interpreted(kernel: str, D: int, groups: int, zeros: bool, programs: int) -> None:
-    arguments, options, want = operands(kernel, D, groups, zeros, 32)
-    config = TuningConfig(32, 1, 2, programs)
+def test_results_interpreted(
+    kernel: str, D: int, groups: int, zeros: bool, T: int, cluster: int, programs: int
+) -> None:
+    arguments, options, want = operands(kernel, D, groups, zeros, T)
+    config = TuningConfig(32, cluster, 2, programs)
     y_TF = quantized_linear_mosaic(*arguments, config=config, **options).x
     np.testing.assert_allclose(np.asarray(y_TF, float), want, rtol=1e-2, atol=1e-2)
 
