@@ -41,6 +41,12 @@ def test_few_rows_take_a_kernel_where_terms_divide(products: dict[str, Any]) -> 
         assert found["kernels"] == expected, name
 
 
+def test_each_device_rounds_its_part_of_a_row(report: dict[str, Any]) -> None:
+    found = report["rounded"]
+    assert found["kernels"] == 2  # before gates and ups, and after them
+    assert found["off"] < 2e-2
+
+
 def test_scales_go_where_their_terms_are(products: dict[str, Any]) -> None:
     assert products["int4, terms, bfloat16"]["whole"] == ["bias"]
     assert products["int4, outputs, bfloat16"]["whole"] == []
