@@ -8,7 +8,7 @@
 # Without --only: kernels models 7b 0.6b hf. Of quantized weights and pages: products quantized
 # quantized-8b large. On two GPUs, what they compute and how fast: two scaling scaling-small.
 #
-# A stage takes at most eight minutes on an H200; each writes what it has as it goes, and a stage
+# A stage takes at most nine minutes on an H200; each writes what it has as it goes, and a stage
 # that fails does not stop the others.
 set -uo pipefail
 cd "$(dirname "$0")/.."

@@ -131,7 +131,7 @@ class Scheme(Protocol):
         """The same with what stands around it by GPU kernels; None: the plain way is the faster.
 
         Args:
-            rows: [T, I], half normed by `around.norm` or not at all.
+            rows: [T, I], half normed by `around.norm`, rounded after it, or neither.
         """
 
 
