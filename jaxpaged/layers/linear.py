@@ -67,7 +67,8 @@ class Linear(nn.Module):
         """The product of normalised rows, made activation(gate) * up, added to a residual.
 
         Args:
-            rows: [T, *inputs], or their merger; half normed by `norm`, rounded after it, or neither.
+            rows: [T, *inputs], or their merger; plain, half normed by `norm` or
+                rounded after it.
             norm: of the rows, over all of the inputs, none of which is split.
             activation: a name from `ACTIVATIONS`; the outputs are then (2, F), gates first, and
                 [T, F] comes out.

@@ -24,11 +24,12 @@ class GPU:
     flops_16: float  # operations a second in bfloat16 or float16
     flops_32: float  # in float32 proper: products here are never rounded to TF32
     link: float  # bytes a second that a card sends to its peers while it receives as many
+    compute_capability: float
     per_host: int = 8  # cards that reach each other at that rate
     source: str = ""
 
     def flops(self, itemsize: int) -> float:
-        """Peak for operands of so many bytes; of one byte as where cards have 8-bit floats."""
+        """Peak for operands of so many bytes; one: 8-bit floats, which not all cards have."""
         if itemsize == 1:
             return 2 * self.flops_16
         return self.flops_16 if itemsize == 2 else self.flops_32
@@ -37,15 +38,15 @@ class GPU:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        GPU("H200", 143_771 * MIB, 4.8e12, 989e12, 67e12, 450e9,
+        GPU("H200", 143_771 * MIB, 4.8e12, 989e12, 67e12, 450e9, 9.0,
             source="NVIDIA H200 data sheet, SXM"),
-        GPU("H100", 81_559 * MIB, 3.35e12, 989e12, 67e12, 450e9,
+        GPU("H100", 81_559 * MIB, 3.35e12, 989e12, 67e12, 450e9, 9.0,
             source="NVIDIA H100 data sheet, SXM"),
-        GPU("A100-80", 81_920 * MIB, 2.039e12, 312e12, 19.5e12, 300e9,
+        GPU("A100-80", 81_920 * MIB, 2.039e12, 312e12, 19.5e12, 300e9, 8.0,
             source="NVIDIA A100 data sheet, 80 GB SXM"),
-        GPU("L40S", 46_068 * MIB, 864e9, 362e12, 91.6e12, 32e9,
+        GPU("L40S", 46_068 * MIB, 864e9, 362e12, 91.6e12, 32e9, 8.9,
             source="NVIDIA L40S data sheet; peers over PCIe 4.0 x16"),
-        GPU("B200", 183_359 * MIB, 8e12, 2250e12, 75e12, 900e9,
+        GPU("B200", 183_359 * MIB, 8e12, 2250e12, 75e12, 900e9, 10.0,
             source="NVIDIA HGX B200 data sheet, an eighth of the board"),
     )
 }  # fmt: skip

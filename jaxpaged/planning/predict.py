@@ -19,6 +19,7 @@ from jaxpaged.planning.lengths import Lengths, fixed, poisson_arrivals, sharegpt
 from jaxpaged.planning.options import PlanOptions
 from jaxpaged.planning.simulate import Replica, make_trace, simulate
 from jaxpaged.runtime.plan import EnginePlan
+from jaxpaged.runtime.startup import check_card
 
 PERCENTILES = (50, 90, 99)
 MOST_GPUS = 64  # in the search for a number that fits
@@ -87,6 +88,7 @@ def predict(spec: ModelSpec, config: EngineConfig, options: PlanOptions) -> Pred
         raise ValueError(
             f"--tp {tp}: {gpu.per_host} {gpu.name} of a host are linked; use --pp between hosts"
         )
+    check_card(spec, gpu.compute_capability)
     if options.calibration is None:
         calibration = Calibration.of(gpu)
     else:

@@ -206,6 +206,7 @@ def test_preemptions_lead_to_fewer_sequences(capsys: pytest.CaptureFixture[str])
         (["--trace", "fixed:512"], "--trace must be sharegpt or fixed:PROMPT,OUTPUT"),
         (["--trace", "fixed:2000,100", "--max-model-len", "2048"], "2100 tokens"),
         (["--max-model-len", "1m"], "max_position_embeddings"),
+        (["--gpus", "A100-80", "-q", "fp8_per_channel"], "and this one has 8.0: ordinary weights"),
         (["--rate", "0"], "rate must be more than 0"),
         (["--requests", "0"], "requests must be at least 1"),
         (["--calibration", "/nowhere.json"], "/nowhere.json is missing"),
