@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
-import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
@@ -247,7 +245,7 @@ def compile_together(
     ]
     todo = [each for row in zip_longest(*lists) for each in row if each is not None]
     progress = tqdm(total=len(todo), desc="Compiling", unit="step", disable=not todo)
-    with ThreadPoolExecutor(os.cpu_count(), initializer=_give_way) as pool, progress:
+    with ThreadPoolExecutor(os.cpu_count()) as pool, progress:
         stored = dict(zip(todo, pool.map(lambda each: each[0]._load(each[1]), todo), strict=True))
         left = {
             own: own._take({key: found for (whose, key), found in stored.items() if whose is own})
@@ -264,16 +262,6 @@ def compile_together(
     seconds = time.perf_counter() - start - (sum(own.trace_seconds for own in wanted) - traced)
     for own in wanted:
         own.compile_seconds += seconds / len(wanted)
-
-
-def _give_way() -> None:
-    """Have this thread, and those that it starts, run after others: where compilers take all cores,
-    and spin while a GPU times what they try, tracing would wait for them, and all of them for it.
-    """
-    if sys.platform == "linux":  # where threads have priorities of their own
-        thread = threading.get_native_id()
-        niceness = os.getpriority(os.PRIO_PROCESS, thread)
-        os.setpriority(os.PRIO_PROCESS, thread, min(niceness + 10, 19))
 
 
 def _compile_in(pool: Executor, work: list[tuple[Executables[Key], Key]], progress: Any) -> None:
