@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import jax
 import pytest
-
-ROOT = Path(__file__).parent.parent.parent
+from deviceless import compile_without_card
 
 pytestmark = pytest.mark.skipif(
     find_spec("jax_cuda13_plugin") is None or jax.__version_info__ < (0, 11),
@@ -21,20 +16,8 @@ pytestmark = pytest.mark.skipif(
 
 def compiled(*arguments: str) -> list[str]:
     """Cases that the program says it compiled."""
-    run = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "compile_for_h200.py"), *arguments],
-        env={
-            **os.environ,
-            "JAX_PLATFORMS": "cuda,cpu",
-            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-            "PYTHONPATH": str(ROOT),
-        },
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    return [line for line in run.stdout.splitlines() if line.startswith("compiled")]
+    out, _ = compile_without_card("compile_for_h200.py", *arguments)
+    return [line for line in out.splitlines() if line.startswith("compiled")]
 
 
 def test_real_models_in_bfloat16() -> None:

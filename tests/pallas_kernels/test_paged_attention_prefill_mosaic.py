@@ -8,12 +8,8 @@ barriers and the arithmetic, not how queries and outputs travel.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +17,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from deviceless import check_mosaic
 from jax.experimental import pallas as pl
 from ragged_attention import attention_by_definition, ragged_batch
 
@@ -31,7 +28,6 @@ from pallas_kernels.paged_attention_prefill_mosaic import (
     tuning_config,
 )
 
-ROOT = Path(__file__).parent.parent.parent
 MIXED = [(1, 5), (1, 100), (7, 7), (20, 90), (65, 300)]
 SHAPES: tuple[dict[str, Any], ...] = (
     {"N": 32, "K": 8, "H": 128, "S": 16},
@@ -103,23 +99,7 @@ def test_rings_fit_in_shared_memory() -> None:
     reason="needs jax >= 0.11 with its CUDA plugin (docs/kernels.md says how to install it)",
 )
 def test_compiles_with_products_that_overlap() -> None:
-    run = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "compile_mosaic_for_h200.py"), "prefill"],
-        env={
-            **os.environ,
-            "JAX_PLATFORMS": "cuda,cpu",
-            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-            "MOSAIC_GPU_DUMP_PTXAS": "1",
-            "PYTHONPATH": str(ROOT),
-        },
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.count("compiled") == 7
-    assert "Used" in run.stdout + run.stderr
-    assert "serialized" not in run.stdout + run.stderr  # the assembler's word for the opposite
+    check_mosaic("prefill", count=7)
 
 
 class Accumulator:

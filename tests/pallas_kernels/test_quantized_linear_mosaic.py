@@ -8,13 +8,9 @@ tested on CPUs is which tiles are read, how programs share sums, and the arithme
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +18,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from deviceless import check_mosaic
 from jax.experimental import pallas as pl
 
 from pallas_kernels import quantized_linear_mosaic as module
@@ -38,7 +35,6 @@ from pallas_kernels.quantized_linear_mosaic import (
 )
 from pallas_kernels.rms_norm import HalfNormed
 
-ROOT = Path(__file__).parent.parent.parent
 RNG = np.random.default_rng(0)
 F = 256
 
@@ -129,24 +125,7 @@ def test_bad_settings(field: str) -> None:
     reason="needs jax >= 0.11 with its CUDA plugin (docs/kernels.md says how to install it)",
 )
 def test_compiles_with_products_that_overlap() -> None:
-    program = Path(__file__).parent / "compile_mosaic_for_h200.py"
-    run = subprocess.run(
-        [sys.executable, str(program), "products"],
-        env={
-            **os.environ,
-            "JAX_PLATFORMS": "cuda,cpu",
-            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-            "MOSAIC_GPU_DUMP_PTXAS": "1",
-            "PYTHONPATH": str(ROOT),
-        },
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.count("compiled") == 9
-    assert "Used" in run.stdout + run.stderr
-    assert "serialized" not in run.stdout + run.stderr  # the assembler's word for the opposite
+    check_mosaic("products", count=9)
 
 
 class Twice:
