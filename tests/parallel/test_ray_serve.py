@@ -36,6 +36,7 @@ from jaxpaged import ray_router, ray_serve  # noqa: E402
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "ray" / "serve_config.yaml"
 KEY = "sesame"
+STEP = 0.08  # seconds: what is to be caught while it runs (200 tokens) runs for 16
 WHOLE = {"model": "M", "prompt": [5, 6], "max_tokens": 200, "ignore_eos": True}
 
 
@@ -59,6 +60,10 @@ class Cluster:
             found[re.search('replica="(.*?)"', labels)[1]] += float(value)
         return found
 
+    def running(self) -> float:
+        """The requests that the replicas compute."""
+        return sum(self.by_replica("num_requests_running").values())
+
     def chat(self, text: str, tokens: int) -> str:
         """A streamed answer of so many tokens."""
         stream = self.client.chat.completions.create(
@@ -78,7 +83,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     app = ray_serve.deployed(
         EngineConfig(model=str(write_byte_level(tmp_path_factory.mktemp("served")))),
         ServerConfig(served_model_name=("M",), api_key=(KEY,), max_request_bytes=20_000),
-        core_command=(*FAKE_CORE, "--step-seconds", "0.02"),
+        core_command=(*FAKE_CORE, "--step-seconds", str(STEP)),
         num_replicas=2,
     )
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory("ray") as folder:
@@ -142,8 +147,8 @@ def test_a_client_leaves(cluster: Cluster):
     url = cluster.url + "/v1/completions"
     with httpx.stream("POST", url, json=body, headers=key) as answer:
         next(answer.iter_lines())
-        assert sum(cluster.by_replica("num_requests_running").values()) == 1
-    eventually(lambda: sum(cluster.by_replica("num_requests_running").values()) == 0)
+        eventually(lambda: cluster.running() == 1)
+    eventually(lambda: cluster.running() == 0)
 
 
 def test_a_replica_is_killed_under_load(cluster: Cluster):
@@ -151,7 +156,7 @@ def test_a_replica_is_killed_under_load(cluster: Cluster):
     with ThreadPoolExecutor(16) as pool:
         streams = [pool.submit(cluster.chat, "hello world", 200) for _ in range(8)]
         pieces = [pool.submit(cluster.post, "/v1/completions", **WHOLE) for _ in range(4)]
-        eventually(lambda: sum(cluster.by_replica("num_requests_running").values()) == 12)
+        eventually(lambda: cluster.running() == 12, 10)
         ((victim, load),) = cluster.by_replica("num_requests_running").most_common(1)
         ray.kill(ray.get_actor(names()[victim], namespace="serve"), no_restart=True)
         later = [pool.submit(cluster.chat, "hello world", 5) for _ in range(8)]
@@ -181,7 +186,7 @@ def test_an_engine_fails(cluster: Cluster):
 def test_what_runs_gets_to_finish_when_the_application_is_taken_down(cluster: Cluster):
     with ThreadPoolExecutor() as pool:
         stream = pool.submit(cluster.chat, "hello world", 100)
-        eventually(lambda: sum(cluster.by_replica("num_requests_running").values()) == 1)
+        eventually(lambda: cluster.running() == 1)
         serve.delete("app")
     assert "hello world" in stream.result()
 
