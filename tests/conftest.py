@@ -12,6 +12,14 @@ from live_server import Serving
 # Before any test module imports jax; processes that tests start inherit it.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may depend on the network
+# Thousands of small programs that run once: what compiles them sooner wins.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_cpu_use_fusion_emitters=false",
+        "--xla_cpu_parallel_codegen_split_count=1",
+    ]
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

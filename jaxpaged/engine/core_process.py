@@ -8,6 +8,7 @@ they never hold up a step. Ends with 0 on `Shutdown`, with 1 after it told why i
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import signal
@@ -174,6 +175,8 @@ def main() -> int:
 
     try:
         core = _start(config, args.replica, began, die)
+        gc.collect()
+        gc.freeze()  # half a million objects of tracing: a step would wait while they are searched
         CoreServer(core, source, sinks, parent).run()
         core.end()
         context.destroy(linger=0)  # nobody listens any more

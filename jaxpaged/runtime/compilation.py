@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import time
@@ -162,7 +163,8 @@ class Executables(Generic[Key]):
             if self._take({key: self._load(key)}):
                 program = self._program(key)
                 with _without_jax_cache():
-                    self._compiled[key] = self._compile(key, program.lower(), program.options)
+                    self._compiled[key] = program.lower().compile(compiler_options=program.options)
+                self._store_away(key)
             compiled = self._compiled[key]
         return compiled
 
@@ -203,13 +205,9 @@ class Executables(Generic[Key]):
         self._compiled.update(loaded)
         return [key for key in found if key not in loaded]
 
-    def _compile(
-        self, key: Key, lowered: jax.stages.Lowered, options: dict[str, Any]
-    ) -> jax.stages.Compiled:
-        compiled = lowered.compile(compiler_options=options)
+    def _store_away(self, key: Key) -> None:
         if self._store is not None:
-            self._store.save(self._path(self._store, key), compiled)
-        return compiled
+            self._store.save(self._path(self._store, key), self._compiled[key])
 
     def forget_loaded(self) -> bool:
         """Drop what came from the store, here and there; whether anything did."""
@@ -264,21 +262,39 @@ def compile_together(
         own.compile_seconds += seconds / len(wanted)
 
 
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Tracing makes millions of objects, most of which stay.
+
+    Looking for garbage among all of them, again and again, takes a quarter of its time.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def _compile_in(pool: Executor, work: list[tuple[Executables[Key], Key]], progress: Any) -> None:
     pending: dict[Future[jax.stages.Compiled], tuple[Executables[Key], Key]] = {}
     try:
         with _without_jax_cache():
-            for own, key in work:
-                start = time.perf_counter()
-                program = own._program(key)
-                lowered = program.lower()
-                own.trace_seconds += time.perf_counter() - start
-                future = pool.submit(own._compile, key, lowered, program.options)
-                future.add_done_callback(lambda _: progress.update())
-                pending[future] = own, key
+            with _without_collections():
+                for own, key in work:
+                    start = time.perf_counter()
+                    program = own._program(key)
+                    lowered = program.lower()
+                    own.trace_seconds += time.perf_counter() - start
+                    future = pool.submit(lowered.compile, compiler_options=program.options)
+                    future.add_done_callback(lambda _: progress.update())
+                    pending[future] = own, key
             for future in as_completed(pending):
                 own, key = pending[future]
                 own._compiled[key] = future.result()
+                # Only now: writing an executable out holds the GIL, and tracing would wait for it.
+                pool.submit(own._store_away, key)
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         raise

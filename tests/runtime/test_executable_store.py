@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import os
 import subprocess
 import sys
@@ -164,6 +166,24 @@ def test_nothing_is_compiled_after_a_failure(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="no weights"):
         Executables(programs).compile_all([1, 2], after=loading)
     assert programs.made == []
+
+
+def test_no_garbage_is_collected_while_programs_are_traced() -> None:
+    seen = []
+
+    def program(key: int) -> Program:
+        def traced(x: jax.Array) -> jax.Array:
+            seen.append(gc.isenabled())
+            assert key != 2, "not this one"
+            return x
+
+        return Program(traced, (WORDS,), (), HERE, {})
+
+    for keys in ([0, 1], [2]):
+        with contextlib.suppress(AssertionError):
+            Executables(program).compile_all(keys)
+        assert gc.isenabled()
+    assert seen == [False] * 3
 
 
 START = """
