@@ -146,7 +146,8 @@ def test_a_client_leaves(cluster: Cluster):
     key = {"X-Api-Key": KEY}
     url = cluster.url + "/v1/completions"
     with httpx.stream("POST", url, json=body, headers=key) as answer:
-        next(answer.iter_lines())
+        first = next(answer.iter_lines())
+        assert answer.status_code == 200 and '"error"' not in first, first
         eventually(lambda: cluster.running() == 1)
     eventually(lambda: cluster.running() == 0)
 
