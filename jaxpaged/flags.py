@@ -40,6 +40,7 @@ def add_flags(
         names = [meta["flag"] or "--" + field.name.replace("_", "-")]
         if meta["short"]:
             names.insert(0, meta["short"])
+            names += ["-" + meta["short"]] if len(meta["short"]) > 2 else []  # -tp is --tp, too
         default = _default(field)
         options: dict[str, Any] = {"default": default, "help": meta["help"].replace("%", "%%")}
         options["dest"] = field.name

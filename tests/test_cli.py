@@ -48,6 +48,14 @@ def test_defaults(served: list):
     assert served == [(EngineConfig(), ServerConfig())]
 
 
+@pytest.mark.parametrize("dashes", ["-", "--"])
+def test_short_names_have_one_dash_or_two(dashes: str, served: list) -> None:
+    words = [word for name in ("tp", "pp", "dp") for word in (f"{dashes}{name}", "2")]
+    assert jaxpaged.cli.main(["serve", *words]) == 0
+    ((config, _),) = served
+    assert (config.num_devices, config.data_parallel_size) == (4, 2)
+
+
 @pytest.mark.parametrize("command", ["serve", "generate", "chat"])
 def test_hosts_but_the_first_follow(
     command: str, served: list, monkeypatch: pytest.MonkeyPatch

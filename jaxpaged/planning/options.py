@@ -27,6 +27,7 @@ ENGINE_SETTINGS = (
     "max_num_seqs",
     "long_prefill_token_threshold",
 )
+LEAST_RATE = 1e-6  # requests a second: one in eleven days
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +41,13 @@ class PlanOptions:
     gpus: str = setting(
         "H200:1", "kind and number of GPUs: H200, H100, A100-80, L40S or B200", metavar="KIND:N"
     )
-    tp: int = setting(1, "GPUs that share each layer (tensor parallelism)", short="-tp")
-    pp: int = setting(1, "GPUs, or groups of tp, that share the layers (pipeline)", short="-pp")
-    dp: int = setting(1, "replicas of the model", short="-dp")
+    tensor_parallel_size: int = setting(
+        1, "GPUs that share each layer; more than a host has: of several hosts", short="-tp"
+    )
+    pipeline_parallel_size: int = setting(
+        1, "stages, of as many GPUs each, that share the layers", short="-pp"
+    )
+    data_parallel_size: int = setting(1, "replicas of the model", short="-dp")
     trace: str = setting(
         "sharegpt",
         "lengths of requests: sharegpt, as in real conversations, or fixed:PROMPT,OUTPUT in tokens",
@@ -59,15 +64,26 @@ class PlanOptions:
     json: bool = setting(False, "print JSON")
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "dp", "requests"):
+        for name in (
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "data_parallel_size",
+            "requests",
+        ):
             require(self, name, getattr(self, name) >= 1, "at least 1")
-        require(self, "rate", self.rate > 0, "more than 0")
-        require(self, "shared_prefix", self.shared_prefix >= 0, "at least 0")
+        require(self, "rate", self.rate >= LEAST_RATE, f"at least {LEAST_RATE:f}")
+        for name in ("shared_prefix", "seed"):
+            require(self, name, getattr(self, name) >= 0, "at least 0")
         if self.trace != "sharegpt" and self.fixed_lengths is None:
             raise ValueError(
                 f"--trace must be sharegpt or fixed:PROMPT,OUTPUT, such as fixed:512,128, "
                 f"got {self.trace!r}"
             )
+
+    @property
+    def parallel(self) -> tuple[int, int, int]:
+        """tp, pp, dp: GPUs of a layer, stages, replicas."""
+        return self.tensor_parallel_size, self.pipeline_parallel_size, self.data_parallel_size
 
     @property
     def fixed_lengths(self) -> tuple[int, int] | None:

@@ -58,6 +58,7 @@ class Prediction:
 
     gpu: GPU
     num_gpus: int
+    parallel: tuple[int, int, int]  # tp, pp, dp: as asked, or the fewest GPUs that fit
     calibration: Calibration
     memory: Memory
     plan: EnginePlan  # with its pages, if it fits
@@ -67,8 +68,18 @@ class Prediction:
     advised_seqs: int  # for --max-num-seqs
 
     @property
+    def num_hosts(self) -> int:
+        """Hosts that run one model together: as asked, or of the fewest GPUs that fit."""
+        return num_hosts(self.gpu, self.parallel[0])
+
+    @property
     def fits(self) -> bool:
         return self.problem is None
+
+
+def num_hosts(gpu: GPU, tp: int) -> int:
+    """Hosts that run one model together, if each is full of such GPUs."""
+    return -(-tp // gpu.per_host)
 
 
 def predict(spec: ModelSpec, config: EngineConfig, options: PlanOptions) -> Prediction:
@@ -78,16 +89,13 @@ def predict(spec: ModelSpec, config: EngineConfig, options: PlanOptions) -> Pred
         ValueError: settings that contradict the model, the GPUs or each other; one line.
     """
     gpu, count = parse_gpus(options.gpus)
-    tp, pp, dp = options.tp, options.pp, options.dp
+    tp, pp, dp = options.parallel
     if tp * pp * dp > count:
         raise ValueError(
             f"--tp {tp} x --pp {pp} x --dp {dp} needs {tp * pp * dp} GPUs, --gpus {options.gpus} "
             f"has {count}"
         )
-    if tp > gpu.per_host:
-        raise ValueError(
-            f"--tp {tp}: {gpu.per_host} {gpu.name} of a host are linked; use --pp between hosts"
-        )
+    check_hosts(gpu, tp, pp, dp)
     check_card(spec, gpu.compute_capability)
     if options.calibration is None:
         calibration = Calibration.of(gpu)
@@ -96,9 +104,13 @@ def predict(spec: ModelSpec, config: EngineConfig, options: PlanOptions) -> Pred
     layout = Layout.of(spec, config, tp, pp)
     taken, plan, problem = fit(gpu, config, layout)
     smallest = served = None
+    parallel = options.parallel
     advised = plan.max_num_seqs
     if problem is not None:
         smallest = next(fitting(gpu, config, spec), None)
+        if smallest is not None:
+            replicas = max(1, min(dp, gpu.per_host // smallest.gpus))  # that share a host
+            parallel = smallest.tp, smallest.pp, replicas
     else:
         lengths = trace_lengths(options)
         longest = max(item.prompt + item.output for item in lengths)
@@ -116,8 +128,38 @@ def predict(spec: ModelSpec, config: EngineConfig, options: PlanOptions) -> Pred
             room = (plan.kv.num_pages - 1) * plan.kv.page_size
             advised = max(1, min(advised, int(room // longest)))
     return Prediction(
-        gpu, count, calibration, taken, plan, problem, smallest, served, advised
+        gpu, count, parallel, calibration, taken, plan, problem, smallest, served, advised
     )  # fmt: skip
+
+
+def check_hosts(gpu: GPU, tp: int, pp: int, dp: int) -> None:
+    """Whether `jaxpaged serve` can spread a model so over hosts that are full of such GPUs.
+
+    Raises:
+        ValueError: it can't; one line.
+    """
+    most, hosts = gpu.per_host, num_hosts(gpu, tp)
+    if pp > 1 and tp * pp > most:
+        raise ValueError(
+            f"--tp {tp} x --pp {pp} needs {tp * pp} GPUs of one host, which has {most} {gpu.name}: "
+            f"--pp stays within a host; --tp {tp * pp} alone runs on several, with --num-hosts"
+        )
+    if dp > 1 and hosts > 1:
+        raise ValueError(
+            f"--dp {dp} goes with one host, and --tp {tp} needs {hosts} of {most} {gpu.name} each: "
+            "--num-hosts runs one engine; plan it without --dp"
+        )
+    if dp > 1 and tp * pp * dp > most:
+        raise ValueError(
+            f"--dp {dp} needs {tp * pp * dp} GPUs of one host, which has {most} {gpu.name}: at "
+            f"most --dp {most // (tp * pp)} there; Ray Serve runs replicas on several hosts "
+            "(docs/parallelism.md)"
+        )
+    if tp % hosts:
+        raise ValueError(
+            f"--tp {tp} needs {hosts} hosts of {most} {gpu.name}, and --num-hosts {hosts} as many "
+            f"GPUs of each: a multiple of {hosts}"
+        )
 
 
 def fit(gpu: GPU, config: EngineConfig, layout: Layout) -> tuple[Memory, EnginePlan, str | None]:
@@ -143,16 +185,20 @@ def fit(gpu: GPU, config: EngineConfig, layout: Layout) -> tuple[Memory, EngineP
 
 
 def fitting(gpu: GPU, config: EngineConfig, spec: ModelSpec) -> Iterator[Smallest]:
-    """Layouts that fit, those of fewest GPUs first, and of these the one with fewest stages."""
+    """Layouts that fit and can be run, those of fewest GPUs first, and of these the one with fewest
+    stages.
+    """
     layouts = []
-    for tp in (1 << n for n in range(gpu.per_host.bit_length())):
+    for tp in (1 << n for n in range(MOST_GPUS.bit_length())):
         try:
             layouts.append(Layout.of(spec, config, tp, 1))
         except ValueError:
             continue  # it does not divide so
-    stages = range(1, len(spec.layers) + 1)
-    many = [dataclasses.replace(layout, pp=pp) for layout in layouts for pp in stages]
-    many = [layout for layout in many if layout.tp * layout.pp <= MOST_GPUS]
+    many = [
+        dataclasses.replace(layout, pp=pp)
+        for layout in layouts
+        for pp in range(1, max(1, min(len(spec.layers), gpu.per_host // layout.tp)) + 1)
+    ]
     for layout in sorted(many, key=lambda layout: (layout.tp * layout.pp, layout.pp)):
         try:
             problem = fit(gpu, config, layout)[2]

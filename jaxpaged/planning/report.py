@@ -11,14 +11,16 @@ from jaxpaged.planning.options import PlanOptions
 from jaxpaged.planning.predict import Prediction, Served
 
 
-def flags(model: str, config: EngineConfig, options: PlanOptions, found: Prediction) -> list[str]:
-    """The command that serves the model as planned, on as many GPUs as it takes."""
-    tp, pp = options.tp, options.pp
-    if found.smallest is not None:
-        tp, pp = found.smallest.tp, found.smallest.pp
+def flags(model: str, config: EngineConfig, found: Prediction) -> list[str]:
+    """The command that serves the model as planned, on as many GPUs as it takes; of several hosts
+    that of the first.
+    """
     command = ["jaxpaged", "serve", model]
-    for flag, count in (("-tp", tp), ("-pp", pp), ("-dp", options.dp)):
+    for flag, count in zip(("-tp", "-pp", "-dp"), found.parallel, strict=True):
         command += [flag, str(count)] if count > 1 else []
+    if found.num_hosts > 1:
+        command += ["--num-hosts", str(found.num_hosts), "--host-id", "0"]
+        command += ["--distributed-coordinator", "HOST0:9100"]
     if config.max_model_len is not None:
         command += ["--max-model-len", str(found.plan.max_model_len)]
     command += ["--max-num-seqs", str(found.advised_seqs)]
@@ -60,14 +62,15 @@ def as_json(
             "concurrency_at_full_length": concurrency(config, found),
         }
     smallest = found.smallest
+    tp, pp, dp = options.parallel
     return {
         "model": model,
         "gpu": found.gpu.name,
         "gpus": found.num_gpus,
-        "gpus_used": options.tp * options.pp * options.dp,
-        "tp": options.tp,
-        "pp": options.pp,
-        "dp": options.dp,
+        "gpus_used": tp * pp * dp,
+        "tp": tp,
+        "pp": pp,
+        "dp": dp,
         "calibrated_on": found.calibration.gpu,
         "fits": found.fits,
         "problem": found.problem,
@@ -89,7 +92,8 @@ def as_json(
             "shared_prefix": options.shared_prefix,
         },
         "predicted": None if found.served is None else _served(found.served),
-        "command": shlex.join(flags(model, config, options, found)),
+        "command": shlex.join(flags(model, config, found)),
+        "notes": notes(found),
     }
 
 
@@ -121,10 +125,10 @@ def _served(served: Served) -> dict[str, Any]:
 def as_text(model: str, config: EngineConfig, options: PlanOptions, found: Prediction) -> str:
     """A page for people."""
     gpu, taken, plan = found.gpu, found.memory, found.plan
-    used = options.tp * options.pp * options.dp
+    tp, pp, dp = options.parallel
+    used = tp * pp * dp
     lines = [
-        f"on {used} x {gpu.name}: tensor parallel {options.tp}, pipeline {options.pp}, "
-        f"replicas {options.dp}",
+        f"on {used} x {gpu.name}: tensor parallel {tp}, pipeline {pp}, replicas {dp}",
         f"{'fits' if found.fits else 'does not fit'}, in GiB on each GPU:",
         *(
             f"  {name:<36}{size / GIB:8.2f}"
@@ -153,9 +157,8 @@ def as_text(model: str, config: EngineConfig, options: PlanOptions, found: Predi
         ]
     lines.append("")
     if found.fits or found.smallest is not None:
-        lines.append(f"to run it: {shlex.join(flags(model, config, options, found))}")
-    lines.append(_source(found))
-    return "\n".join(lines)
+        lines.append(f"to run it: {shlex.join(flags(model, config, found))}")
+    return "\n".join([*lines, *notes(found)])
 
 
 def _misfit(found: Prediction) -> list[str]:
@@ -165,7 +168,7 @@ def _misfit(found: Prediction) -> list[str]:
     return [
         why,
         f"smallest that fits: {smallest.gpus} x {found.gpu.name}, -tp {smallest.tp} "
-        f"-pp {smallest.pp}",
+        f"-pp {smallest.pp}" + (f" --num-hosts {found.num_hosts}" * (found.num_hosts > 1)),
     ]
 
 
@@ -185,6 +188,24 @@ def _told(options: PlanOptions, served: Served) -> list[str]:
         f"cache",
         f"  bound by {next(iter(served.shares))}: {shares}",
     ]
+
+
+def notes(found: Prediction) -> list[str]:
+    """What to know of the command and the figures, a line each."""
+    lines = []
+    if found.num_hosts > 1:
+        lines += [
+            "HOST0 is the first host's address; each other host runs the same with its own "
+            "--host-id",
+            "collectives between hosts were not measured: they are reckoned as those within one, "
+            "so the engine will be slower than told",
+        ]
+    if found.parallel[1] > 1:
+        lines.append(
+            "stages are taken to overlap: those of an 8B model were measured not to, and of a 32B "
+            "model to (docs/planning.md)"
+        )
+    return [*lines, _source(found)]
 
 
 def _source(found: Prediction) -> str:

@@ -89,6 +89,8 @@ def test_replicas_and_stages(capsys: pytest.CaptureFixture[str]) -> None:
     assert staged["bytes_per_gpu"]["weights"] < one["bytes_per_gpu"]["weights"]
     assert two["bytes_per_gpu"]["weights"] == one["bytes_per_gpu"]["weights"]
     assert "-dp 2" in two["command"] and "-pp 2" in staged["command"]
+    overlap = "stages are taken to overlap"
+    assert overlap in staged["notes"][0] and overlap not in two["notes"][0]
 
 
 def test_prefixes_save_time(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,6 +105,11 @@ def test_prefixes_save_time(capsys: pytest.CaptureFixture[str]) -> None:
         capsys, *arguments, "--shared-prefix", "496", "--no-enable-prefix-caching"
     )["predicted"]  # fmt: skip
     assert off["prefix_cache_hits"] == 0 and off["ttft_ms"] == alone["ttft_ms"]
+    longest, endless = (
+        figures(capsys, MODEL, *QUICK, "--shared-prefix", prefix)["predicted"]
+        for prefix in ("512", "9" * 18)
+    )
+    assert longest == endless
 
 
 def test_a_wider_dtype_takes_twice_the_bytes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,6 +166,42 @@ def test_a_model_that_does_not_fit(
     assert found["bytes_per_gpu"]["left_for_pages"] < 0 and found["pool"] is None
 
 
+def test_more_gpus_than_a_host_has_are_of_several_hosts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, large_config: dict[str, Any]
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(large_config))
+    spread = "-tp 16 --num-hosts 2 --host-id 0 --distributed-coordinator HOST0:9100"
+    text = text_of(capsys, str(file), *QUICK, "--gpus", "L40S:16", "--tp", "16")
+    assert f"jaxpaged serve MODEL {spread} " in text
+    assert "its own --host-id" in text and "collectives between hosts were not measured" in text
+    file.write_text(json.dumps(large_config | {"num_hidden_layers": 250}))
+    flags = ("--max-model-len", "2048", "--gpus", "L40S:8", "--tp", "8", "--dp", "1")
+    assert main(["plan", str(file), *flags]) == 1
+    text = capsys.readouterr().out
+    assert "smallest that fits: 16 x L40S, -tp 16 -pp 1 --num-hosts 2" in text and spread in text
+
+
+def test_as_many_replicas_as_share_a_host_of_what_fits(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, large_config: dict[str, Any]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(large_config))
+    flags = ("--max-model-len", "2048", "--gpus", "L40S:8", "--dp", "8")
+    assert main(["plan", str(tmp_path), *flags]) == 1
+    assert f"jaxpaged serve {tmp_path} -tp 4 -dp 2 --max" in capsys.readouterr().out
+
+
+def test_flags_have_the_names_of_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    gpus = (MODEL, *QUICK, "--gpus", "H200:8")
+    long = "--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size"
+    found = [
+        figures(capsys, *gpus, *(word for name in names for word in (name, "2")))
+        for names in (("--tp", "--pp", "--dp"), ("-tp", "-pp", "-dp"), long)
+    ]
+    assert found[0] == found[1] == found[2]
+    assert (found[0]["tp"], found[0]["pp"], found[0]["dp"]) == (2, 2, 2)
+
+
 def test_a_length_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", MODEL, "--gpus", "L40S", "--num-gpu-blocks-override", "100"]) == 1
     text = capsys.readouterr().out
@@ -198,16 +241,21 @@ def test_preemptions_lead_to_fewer_sequences(capsys: pytest.CaptureFixture[str])
     [
         (["--gpus", "H300:8"], "no such card"),
         (["--gpus", "H200:8", "--tp", "16"], "needs 16 GPUs"),
-        (["--gpus", "H200:64", "--tp", "16"], "8 H200 of a host are linked"),
+        (["--gpus", "H200:64", "--tp", "16"], "-tp 16 does not divide this model's num_att"),
+        (["--gpus", "H200:64", "--tp", "9"], "--num-hosts 2 as many GPUs of each: a multiple"),
+        (["--gpus", "H200:16", "--tp", "4", "--pp", "4"], "--tp 16 alone runs on several, with"),
+        (["--gpus", "H200:32", "--dp", "32"], "at most --dp 8 there; Ray Serve runs replicas"),
+        (["--gpus", "H200:32", "--tp", "16", "--dp", "2"], "--num-hosts runs one engine"),
         (["--gpus", "H200:8", "--tp", "8"], "-tp 8 does not divide this model's num_attention_h"),
-        (["--gpus", "H200:64", "--pp", "32"], "-pp 32 is more than this model's 28 layers"),
         (["--cpu-offload-gb", "20"], "--cpu-offload-gb 20 is more than all layers hold"),
         (["--cpu-offload-gb", "0.1"], "--cpu-offload-gb 0.1 would save nothing"),
         (["--trace", "fixed:512"], "--trace must be sharegpt or fixed:PROMPT,OUTPUT"),
         (["--trace", "fixed:2000,100", "--max-model-len", "2048"], "2100 tokens"),
         (["--max-model-len", "1m"], "max_position_embeddings"),
         (["--gpus", "A100-80", "-q", "fp8_per_channel"], "and this one has 8.0: ordinary weights"),
-        (["--rate", "0"], "rate must be more than 0"),
+        (["--rate", "0"], "rate must be at least 0.000001"),
+        (["--rate", "1e-320"], "rate must be at least 0.000001"),
+        (["--seed", "-1"], "seed must be at least 0"),
         (["--requests", "0"], "requests must be at least 1"),
         (["--calibration", "/nowhere.json"], "/nowhere.json is missing"),
         (["--max-num-batched-tokens", "100"], "--max-num-batched-tokens 100"),
