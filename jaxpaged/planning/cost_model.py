@@ -177,9 +177,11 @@ class CostModel:
         read = weight_bytes / (self._gpu.bandwidth * fitted.weight_share)
         rate = self._gpu.flops(itemsize) * fitted.gemm_share
         compute = 2 * rows * products / rate
-        both = (read**fitted.overlap + compute**fitted.overlap) ** (1 / fitted.overlap)
+        longer = max(read, compute)
+        powers = [(seconds / longer) ** fitted.overlap for seconds in (read, compute)]
+        both = longer * sum(powers) ** (1 / fitted.overlap)
         # What bounds it is the larger; a product at its ridge belongs half to either.
-        share = read**fitted.overlap / (read**fitted.overlap + compute**fitted.overlap)
+        share = powers[0] / sum(powers)
         return both * share, both * (1 - share)
 
     def _all_reduce(self, rows: int, width: int | None = None) -> float:

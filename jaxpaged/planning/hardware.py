@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from jaxpaged.model_files import read_json
 
@@ -66,6 +65,13 @@ def parse_gpus(text: str) -> tuple[GPU, int]:
     return GPUS[name.upper()], int(count or 1)
 
 
+def _range(figure: str) -> tuple[float, float]:
+    """What a figure of a calibration may be: a share, a norm's p or microseconds."""
+    if figure.endswith("_share"):
+        return 1e-6, 1.0
+    return (1.0, 100.0) if figure == "overlap" else (0.0, 1e9)
+
+
 @dataclass(frozen=True)
 class Calibration:
     """What is reached of a card's peaks, and what each step costs beside: fitted to runs.
@@ -93,15 +99,25 @@ class Calibration:
         """Read a file that `benchmarks/calibrate.py` wrote.
 
         Raises:
-            ModelFilesError: the file is missing or is no JSON.
-            ValueError: it lacks a figure.
+            ModelFilesError: the file is missing or is no JSON object.
+            ValueError: it lacks a figure, or one is out of its range.
         """
         content = read_json(path)
-        found: dict[str, Any] = {"gpu": content.get("gpu"), **content.get("coefficients", {})}
-        missing = [field.name for field in fields(cls) if found.get(field.name) is None]
+        gpu, found = content.get("gpu"), content.get("coefficients")
+        if not isinstance(gpu, str) or not isinstance(found, dict):
+            raise ValueError(f'calibration {path} must have a "gpu" and "coefficients"')
+        names = [field.name for field in fields(cls) if field.name != "gpu"]
+        missing = [name for name in names if name not in found]
         if missing:
             raise ValueError(f"calibration {path} lacks {', '.join(missing)}")
-        return cls(**{field.name: found[field.name] for field in fields(cls)})
+        for name in names:
+            value, (least, most) = found[name], _range(name)
+            if type(value) not in (int, float) or not least <= value <= most:
+                raise ValueError(
+                    f"calibration {path}: {name} must be a number from {least:g} to {most:g}, "
+                    f"got {value!r}"
+                )
+        return cls(gpu, **{name: found[name] for name in names})
 
     @classmethod
     def of(cls, gpu: GPU) -> Calibration:

@@ -59,7 +59,8 @@ def make_trace(
         shared_prefix: tokens with which all prompts begin, as far as they go.
     """
     rng = np.random.default_rng(seed)
-    prefix = rng.integers(0, vocab, shared_prefix).tolist()
+    longest = max((item.prompt for item in lengths), default=0)
+    prefix = rng.integers(0, vocab, min(shared_prefix, longest)).tolist()
     prompts = random_prompts(lengths, vocab, rng)
     return [
         Arrival(

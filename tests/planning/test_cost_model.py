@@ -81,6 +81,16 @@ def test_what_bounds_a_step(cost: CostModel) -> None:
     assert bound(work(8192, 16, 8192, 16 * 512 * 513 // 2)) == "FLOPs"
 
 
+def test_bytes_and_operations_that_overlap_wholly_take_the_longer(
+    layouts: dict[tuple[int, int], Layout], h200: Calibration
+) -> None:
+    each = [dataclasses.replace(h200, overlap=p) for p in (1.0, 100.0)]
+    for step in (work(), work(8192, 0, 8192)):
+        apart, together = (parts(CostModel(H200, of, layouts[1, 1], 2), step) for of in each)
+        longer = max(apart["weights"], apart["FLOPs"])
+        assert together["weights"] + together["FLOPs"] == pytest.approx(longer)
+
+
 def test_rows_in_8_bit_floats_compute_in_half_the_time(
     layouts: dict[tuple[int, int], Layout], h200: Calibration
 ) -> None:

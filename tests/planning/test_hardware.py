@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,3 +53,29 @@ def test_calibration_files_that_do_not_serve(tmp_path: Path) -> None:
     file.write_text('{"gpu": "H200", "coefficients": {"weight_share": 0.9}}')
     with pytest.raises(ValueError, match="lacks gemm_share"):
         Calibration.load(file)
+
+
+@pytest.mark.parametrize(
+    ("figure", "values", "words"),
+    [
+        ("weight_share", ("fast", None, True, 0, -1, 2, float("nan"), [0.9]), "from 1e-06 to 1,"),
+        ("overlap", (0.5, 1000), "from 1 to 100,"),
+        ("layer_us", (-1, float("inf")), "from 0 to 1e\\+09,"),
+    ],
+)
+def test_figures_that_no_card_has_are_refused(
+    h200: Calibration, tmp_path: Path, figure: str, values: tuple[Any, ...], words: str
+) -> None:
+    figures, file = dataclasses.asdict(h200), tmp_path / "figures.json"
+    gpu = figures.pop("gpu")
+    for value in values:
+        file.write_text(json.dumps({"gpu": gpu, "coefficients": figures | {figure: value}}))
+        with pytest.raises(ValueError, match=f"{figure} must be a number {words}"):
+            Calibration.load(file)
+
+
+@pytest.mark.parametrize("content", ["{}", '{"gpu": 1, "coefficients": {}}', '{"gpu": "H200"}'])
+def test_a_calibration_has_its_card_and_figures(tmp_path: Path, content: str) -> None:
+    (tmp_path / "c.json").write_text(content)
+    with pytest.raises(ValueError, match='must have a "gpu" and "coefficients"'):
+        Calibration.load(tmp_path / "c.json")
