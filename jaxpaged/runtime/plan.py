@@ -107,10 +107,8 @@ class EnginePlan:
         needs = self.needs(config)
         useful = self.max_num_seqs * needs.pages(self.max_model_len)
         # Page 0 belongs to nobody: padding writes there.
-        fitting = [
-            budget // self.kv.part(layers).page_bytes - 1
-            for budget, layers in zip(budgets, self.stages, strict=True)
-        ]
+        sizes = [self.kv.part(layers).page_bytes for layers in self.stages]
+        fitting = [budget // size - 1 for budget, size in zip(budgets, sizes, strict=True)]
         most = [] if self.kv.most_pages is None else [self.kv.most_pages - 1]
         num_pages = config.num_gpu_blocks_override or min(*fitting, useful, *most)
         if most and num_pages > most[0]:
@@ -123,7 +121,8 @@ class EnginePlan:
             max_model_len = needs.longest(num_pages, max_model_len)
         if max_model_len < 1 or num_pages < 1:
             max_model_len = self.max_model_len
-        check_model_len(needs, num_pages, self.kv.page_bytes, max_model_len)
+        page_bytes = sizes[fitting.index(min(fitting))]  # on a device of the scarcest stage
+        check_model_len(needs, num_pages, page_bytes, max_model_len)
         return dataclasses.replace(
             self,
             max_model_len=max_model_len,

@@ -1,10 +1,11 @@
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpaged.config import EngineConfig
+from jaxpaged.config import GIB, EngineConfig
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler, SchedulerConfig
 from jaxpaged.models import load_spec
@@ -109,6 +110,17 @@ def test_the_stage_that_can_hold_fewest_pages_decides() -> None:
     page = made.kv.page_bytes // 3
     assert made.with_pages(config, 2 * page * 21, page * 31).kv.num_pages == 20 + 1
     assert made.with_pages(config, 2 * page * 31, page * 21).kv.num_pages == 20 + 1
+
+
+def test_what_is_missing_is_told_in_bytes_of_a_device() -> None:
+    config = EngineConfig(pipeline_parallel_size=2, max_model_len=64)
+    spec = load_spec(LLAMA | {"num_hidden_layers": 3})
+    made = make_plan(config, spec, jnp.dtype("float32"), "cpu", serving=True)
+    pages = GIB * 3 // made.kv.page_bytes  # that take a GiB for a layer
+    long = dataclasses.replace(made, max_model_len=3 * 16 * pages)
+    for budgets, told in (((2, 4), "6.00 GiB .* 2.00 GiB"), ((8, 1), "3.00 GiB .* 1.00 GiB")):
+        with pytest.raises(ValueError, match=told):
+            long.with_pages(config, *(gib * GIB for gib in budgets))
 
 
 def test_pages_of_one_byte_stay_where_32_bits_find_them() -> None:
