@@ -83,9 +83,12 @@ def choose(sizes: Mapping[int, int], gib: float) -> Offloaded:
         sum(sizes[index] for index in layers[at : at + WINDOW]) for at in range(len(layers))
     )
     if on_device == offloaded:
+        here = min(WINDOW, len(sizes))
+        most = sum(sizes[index] for index in spaced(tuple(sizes), here)) / GIB
+        useful = "no value does" if here == len(sizes) else f"{1.01 * most:.3g} and more do"
         raise ValueError(
-            f"--cpu-offload-gb {gib:g} would save nothing: {WINDOW} layers' matrices, "
-            f"{on_device / GIB:.2f} GiB, are on the device at any time"
+            f"--cpu-offload-gb {gib:g} would save nothing, {useful}: the matrices of {here} of "
+            f"{len(sizes)} layers, {most:.3g} GiB, are on the device at any time"
         )
     return Offloaded(layers, offloaded, on_device)
 

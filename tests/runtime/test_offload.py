@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from pathlib import Path
 
 import jax
@@ -19,7 +20,7 @@ from jaxpaged.models.prefetch import is_matrix
 from jaxpaged.parallel.sharding import HOST
 from jaxpaged.runtime.checkpoint import convert
 from jaxpaged.runtime.memory import resident_bytes, shard_bytes
-from jaxpaged.runtime.offload import offload, spaced
+from jaxpaged.runtime.offload import choose, offload, spaced
 from jaxpaged.runtime.weights import abstract_leaves, load_params
 
 SMALL = tiny_models.CONFIGS["qwen3"]  # two layers
@@ -68,9 +69,26 @@ def test_too_much_and_too_little_are_refused() -> None:
     layer = matrices(model) / GIB
     with pytest.raises(ValueError, match=r"at most 0\.00 GiB"):
         offload(model, 6.5 * layer)
-    with pytest.raises(ValueError, match="would save nothing: 2 layers' matrices"):
-        offload(model, 1.5 * layer)
     assert offload(model, 6 * layer).host_layers == tuple(range(6))
+
+
+@pytest.mark.parametrize("layers", [0.5, 1, 1.5, 2])
+def test_the_least_useful_value_is_told(layers: float) -> None:
+    sizes = dict.fromkeys(range(28), 466_092_032)  # bytes: the 7B model's
+    gib = layers * sizes[0] / GIB
+    told = r"would save nothing, ([\d.]+) and more do: the matrices of 2 of 28 layers, 0\.868 GiB"
+    with pytest.raises(ValueError, match=told) as error:
+        choose(sizes, gib)
+    found = re.search(told, str(error.value))
+    assert found is not None
+    useful = float(found[1])
+    assert len(choose(sizes, useful).layers) == 3 and useful < 1.02 * 2 * sizes[0] / GIB
+
+
+def test_two_layers_are_always_on_the_device() -> None:
+    sizes = {4: GIB}  # a stage of one layer
+    with pytest.raises(ValueError, match=r"no value does: the matrices of 1 of 1 layers, 1 GiB"):
+        choose(sizes, 0.5)
 
 
 @pytest.mark.parametrize("quantization", [None, "int4_per_group_weight_only"])
