@@ -25,6 +25,15 @@ Seconds = dict[str, float]  # by what they go to; see `CostModel.seconds`
 
 
 @dataclass(frozen=True)
+class Product:
+    """Matrices on a GPU that rows are multiplied with."""
+
+    weight_bytes: int
+    size: int  # multiplications a row
+    rounded: float  # the share of these that are of 8-bit floats
+
+
+@dataclass(frozen=True)
 class Work:
     """What a step asks of the GPUs. Attention's figures are those of one layer, by its window."""
 
@@ -93,6 +102,10 @@ class CostModel:
         self._layers = Counter(layer.window for layer in layout.spec.layers)
         self._gpu, self._fitted, self._layout = gpu, calibration, layout
         self._kv_itemsize = kv_itemsize
+        head, rounded = layout.spec.head, layout.rounded_share
+        self._layer = Product(layout.weights.layer, sum(layout.products.values()), rounded)
+        rounded = float(head is not None and head.scheme.rounds_rows)
+        self._head = Product(layout.weights.head, layout.head_products, rounded)
         self._copies = [there.size / PCIE_BYTES for there in layout.offloaded]  # seconds a step
 
     @property
@@ -128,9 +141,7 @@ class CostModel:
         flops = gpu.flops(itemsize)
         num_layers = share * len(spec.layers)
         T = work.num_tokens
-        weights, operations = self._product(
-            layout.weights.layer, layout.layer_products, T, layout.layer_itemsize
-        )
+        weights, operations = self._product(self._layer, T)
         weights, operations = num_layers * weights, num_layers * operations
 
         heads, kv_heads = spec.num_heads // tp, spec.num_kv_heads // tp
@@ -147,9 +158,7 @@ class CostModel:
         collectives = num_layers * 2 * self._all_reduce(T)
         if head:
             launches += fitted.step_us
-            read, computed = self._product(
-                layout.weights.head, layout.head_products, work.num_rows, itemsize
-            )
+            read, computed = self._product(self._head, work.num_rows)
             weights, operations = weights + read, operations + computed
             activations += work.num_rows * 4 * spec.vocab_rows // tp * 2 / bandwidth
             collectives += self._all_reduce(T) + self._all_reduce(work.num_rows, width=2)
@@ -162,21 +171,15 @@ class CostModel:
             "collectives": collectives,
         }
 
-    def _product(
-        self, weight_bytes: int, products: int, rows: int, itemsize: int
-    ) -> tuple[float, float]:
-        """Seconds of rows times weights: those bound by reading them, and those by computing.
-
-        Args:
-            products: multiplications a row.
-            itemsize: bytes of what is multiplied.
-        """
+    def _product(self, product: Product, rows: int) -> tuple[float, float]:
+        """Seconds of rows times weights: those bound by reading them, and those by computing."""
         if rows == 0:
             return 0.0, 0.0
-        fitted = self._fitted
-        read = weight_bytes / (self._gpu.bandwidth * fitted.weight_share)
-        rate = self._gpu.flops(itemsize) * fitted.gemm_share
-        compute = 2 * rows * products / rate
+        fitted, gpu, rounded = self._fitted, self._gpu, product.rounded
+        read = product.weight_bytes / (gpu.bandwidth * fitted.weight_share)
+        wide = gpu.flops(self._layout.dtype.itemsize)
+        each = rounded / gpu.flops(1) + (1 - rounded) / wide  # seconds an operation, at the peak
+        compute = 2 * rows * product.size * each / fitted.gemm_share
         longer = max(read, compute)
         powers = [(seconds / longer) ** fitted.overlap for seconds in (read, compute)]
         both = longer * sum(powers) ** (1 / fitted.overlap)

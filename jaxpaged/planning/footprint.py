@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -17,9 +18,11 @@ from jaxpaged.models.spread import spread_spec
 from jaxpaged.models.stages import stage_layers
 from jaxpaged.parallel.sharding import partition
 from jaxpaged.planning.hardware import GPU
+from jaxpaged.quantization import Scheme, WeightOnly
 from jaxpaged.runtime.memory import FRAGMENTATION_MARGIN
 from jaxpaged.runtime.offload import Offloaded, choose
 from jaxpaged.runtime.plan import EnginePlan, make_plan, model_dtype
+from pallas_kernels.quantized_linear import MAX_ROWS
 
 # What XLA sets aside for the largest steps of three models of `benchmarks/models`, compiled for an
 # H200 by JAX 0.11.2, is within 8 % of these multiples.
@@ -68,21 +71,37 @@ class Layout:
         return [len(layers) for layers in stage_layers(self.spec, self.pp)]
 
     @property
-    def layer_products(self) -> int:
-        """Multiplications of a token with a GPU's part of a layer's matrices."""
+    def products(self) -> dict[str, int]:
+        """Weights of a GPU's part of each matrix of a layer: what a token is multiplied with."""
         s = self.spec
-        heads = 2 * s.num_heads + 2 * s.num_kv_heads  # queries and output, keys and values
-        return s.width * (heads * s.head_dim + 3 * s.ffn) // self.tp
-
-    @property
-    def layer_itemsize(self) -> int:
-        """Bytes of what those multiply."""
-        return 1 if self.spec.rounds_activations else self.dtype.itemsize
+        outputs = {
+            "qkv": (s.num_heads + 2 * s.num_kv_heads) * s.head_dim,
+            "o": s.num_heads * s.head_dim,
+            "gate_up": 2 * s.ffn,
+            "down": s.ffn,
+        }
+        return {name: s.width * size // self.tp for name, size in outputs.items()}
 
     @property
     def head_products(self) -> int:
         """The same of the head."""
         return self.spec.width * self.spec.vocab_rows // self.tp
+
+    @property
+    def stored(self) -> Iterator[tuple[int, Scheme]]:
+        """Weights and scheme of each quantized product of the layers."""
+        products = self.products
+        for layer in self.spec.layers:
+            for name, count in products.items():
+                how = getattr(layer.quantization, name)
+                if how is not None:
+                    yield count, how.scheme
+
+    @property
+    def rounded_share(self) -> float:
+        """Of the layers' multiplications, those of 8-bit floats."""
+        rounded = sum(count for count, scheme in self.stored if scheme.rounds_rows)
+        return rounded / (len(self.spec.layers) * sum(self.products.values()))
 
     @property
     def offloaded(self) -> list[Offloaded]:
@@ -152,12 +171,27 @@ def memory(gpu: GPU, config: EngineConfig, layout: Layout, plan: EnginePlan) -> 
     state += 2 * 4 * shapes.input_sizes(plan.buckets)[-1]
     per_token = TEMPORARY_FFNS * spec.ffn // layout.tp + TEMPORARY_WIDTHS * spec.width
     per_row = 4 * TEMPORARY_LOGITS * spec.vocab_rows // layout.tp
-    temporaries = max(plan.max_num_batched_tokens * per_token * itemsize, shapes.max_rows * per_row)
+    forward, sample = plan.max_num_batched_tokens * per_token * itemsize, shapes.max_rows * per_row
+    if plan.max_num_batched_tokens > MAX_ROWS:
+        forward += itemsize * max((count for count, how in layout.stored if widens(how)), default=0)
+    if spec.head is not None and widens(spec.head.scheme):  # its rows are always more
+        sample += itemsize * layout.head_products
+    temporaries = max(forward, sample)
     margin = int(FRAGMENTATION_MARGIN * limit)
     return [
         Memory(limit, size - there.size, state, temporaries + there.window, margin)
         for size, there in zip(layout.weight_bytes, layout.offloaded, strict=True)
     ]
+
+
+def widens(scheme: Scheme) -> bool:
+    """Whether kernels are widened in memory for more rows than `MAX_ROWS`, one product at a time.
+
+    XLA multiplies with others as they are stored, or widens them on their way into the product.
+    """
+    return isinstance(scheme, WeightOnly) and (
+        scheme.storage == "int4" or scheme.group is not None or scheme.has_zero
+    )
 
 
 def _weights(spec: ModelSpec, dtype: jnp.dtype, tp: int) -> Weights:

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from jaxpaged.config import GIB
 from jaxpaged.core.buckets import Buckets
 from jaxpaged.core.scheduler_output import ScheduledSequence
+from jaxpaged.models.spec import PRODUCTS, LayerQuantization
 from jaxpaged.planning.cost_model import CostModel, Work, pairs, seen, work_of
 from jaxpaged.planning.footprint import Layout
 from jaxpaged.planning.hardware import GPUS, Calibration
-from jaxpaged.quantization import ON_THE_FLY
+from jaxpaged.quantization import ON_THE_FLY, Quantized
 
 H200 = GPUS["H200"]
 BUCKETS = Buckets(256, 8192, "gpu")
@@ -101,6 +102,43 @@ def test_rows_in_8_bit_floats_compute_in_half_the_time(
     ]
     wide, narrow = (parts(cost, step)["FLOPs"] for cost in of)
     assert narrow == pytest.approx(wide / 2, rel=0.05)
+
+
+def test_each_product_computes_at_its_own_rate(
+    layouts: dict[tuple[int, int], Layout], h200: Calibration
+) -> None:
+    layout, step, fp8 = layouts[1, 1], work(8192, 0, 8192), ON_THE_FLY["fp8_per_channel"]
+
+    def flops(**products: Quantized | None) -> float:
+        how = LayerQuantization(**products)
+        layers = tuple(dataclasses.replace(each, quantization=how) for each in layout.spec.layers)
+        spec = dataclasses.replace(layout.spec, layers=layers)
+        # Weights of the model's own size: all that differs is what is multiplied.
+        each = dataclasses.replace(layout, spec=spec)
+        assert each.weights == layout.weights
+        return parts(CostModel(H200, h200, each, 2), step)["FLOPs"]
+
+    plain, whole = flops(), flops(**dict.fromkeys(PRODUCTS, fp8))
+    s = layout.spec
+    share = s.num_heads * s.head_dim / ((2 * s.num_heads + 8) * s.head_dim + 3 * s.ffn)
+    assert plain - flops(o=fp8) == pytest.approx(share * (plain - whole), rel=0.05)
+    assert flops(gate_up=ON_THE_FLY["int8_per_channel_weight_only"]) == plain
+
+
+def test_a_head_in_8_bit_floats_computes_in_half_the_time(
+    layouts: dict[tuple[int, int], Layout], h200: Calibration
+) -> None:
+    layout = layouts[1, 1]
+    step = Work(8192, 8192, 8192, {None: 0}, {None: 0})
+    plain, headed, halved = (
+        parts(CostModel(H200, h200, dataclasses.replace(layout, spec=spec), 2), step)["FLOPs"]
+        for spec in (
+            layout.spec,
+            dataclasses.replace(layout.spec, head=ON_THE_FLY["fp8_per_channel"]),
+            dataclasses.replace(layout.spec, vocab=layout.spec.vocab // 2),
+        )
+    )
+    assert headed == pytest.approx(halved, rel=0.01) and headed < 0.97 * plain
 
 
 def test_splitting_pays_for_itself_and_costs_exchanges(

@@ -12,6 +12,8 @@ from jaxpaged.models.decoder import Decoder
 from jaxpaged.planning.footprint import Layout, memory
 from jaxpaged.planning.hardware import GPUS
 from jaxpaged.planning.predict import Smallest, fit, fitting
+from jaxpaged.quantization import FullPrecision, Quantized, Scheme, WeightOnly
+from jaxpaged.quantization.fp8 import Fp8
 from jaxpaged.runtime.memory import page_budget, resident_bytes
 from jaxpaged.runtime.offload import offload
 from jaxpaged.runtime.plan import EnginePlan
@@ -97,6 +99,48 @@ def test_the_sum_is_the_engines(layouts: dict[tuple[int, int], Layout]) -> None:
     )
     # What XLA says of the largest steps, compiled for this card: 1058 and 1189 MiB.
     assert taken.temporaries == pytest.approx(1189 * 2**20, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "widened"),
+    [
+        (Fp8(), False),
+        (WeightOnly("int8"), False),
+        (WeightOnly("float8_e4m3fn"), False),
+        (WeightOnly("int8", group=128), True),
+        (WeightOnly("float8_e4m3fn", group=128), True),
+        (WeightOnly("int4"), True),
+        (WeightOnly("int4", group=128, has_zero=True), True),
+    ],
+)
+def test_one_product_is_widened_at_a_time(
+    spec_7b: ModelSpec, scheme: Scheme, widened: bool
+) -> None:
+    largest = 2 * 2 * 18_944 * 3584 if widened else 0  # bytes of gates and ups in bfloat16
+    plain = dataclasses.replace(spec_7b, vocab=8192)  # logits that are smaller than these
+    stored = plain.quantized_like(Quantized(scheme, FullPrecision()))
+    for tp in (1, 2):
+        more = temporaries(stored, 8192, tp) - temporaries(plain, 8192, tp)
+        assert more == largest // tp
+    assert temporaries(stored, 64) == temporaries(plain, 64)  # kernels widen as they multiply
+    assert (temporaries(stored, 65) > temporaries(plain, 65)) == widened
+
+
+def test_a_head_is_widened_where_it_is_stored_so(spec_7b: ModelSpec) -> None:
+    four = Quantized(WeightOnly("int4", group=128), FullPrecision())
+    table = 2 * 3584 * 152_064  # bytes in bfloat16
+    headed = dataclasses.replace(spec_7b, head=four)
+    assert temporaries(headed, 64) == temporaries(spec_7b, 64) + table
+    few = dataclasses.replace(headed, head=Quantized(WeightOnly("int8"), FullPrecision()))
+    assert temporaries(few, 64) == temporaries(spec_7b, 64)
+
+
+def temporaries(spec: ModelSpec, tokens: int, tp: int = 1) -> int:
+    """Bytes that the largest of steps of so many tokens set aside."""
+    config = dataclasses.replace(CONFIG, max_num_seqs=16, max_num_batched_tokens=tokens)
+    layout = Layout.of(spec, config, tp, 1)
+    (taken,) = memory(H200, config, layout, layout.plan(config))
+    return taken.temporaries
 
 
 def test_a_model_that_is_too_large(large_config: dict[str, Any]) -> None:
