@@ -76,6 +76,11 @@ class Prediction:
     def fits(self) -> bool:
         return self.problem is None
 
+    @property
+    def can_run(self) -> bool:
+        """Whether there is a layout to run, asked for or not."""
+        return self.fits or self.smallest is not None
+
 
 def num_hosts(gpu: GPU, tp: int) -> int:
     """Hosts that run one model together, if each is full of such GPUs."""

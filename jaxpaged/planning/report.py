@@ -156,7 +156,7 @@ def as_text(model: str, config: EngineConfig, options: PlanOptions, found: Predi
             *_told(options, found.served),
         ]
     lines.append("")
-    if found.fits or found.smallest is not None:
+    if found.can_run:
         lines.append(f"to run it: {shlex.join(flags(model, config, found))}")
     return "\n".join([*lines, *notes(found)])
 
@@ -193,14 +193,14 @@ def _told(options: PlanOptions, served: Served) -> list[str]:
 def notes(found: Prediction) -> list[str]:
     """What to know of the command and the figures, a line each."""
     lines = []
-    if found.num_hosts > 1:
+    if found.can_run and found.num_hosts > 1:
         lines += [
             "HOST0 is the first host's address; each other host runs the same with its own "
             "--host-id",
             "collectives between hosts were not measured: they are reckoned as those within one, "
             "so the engine will be slower than told",
         ]
-    if found.parallel[1] > 1:
+    if found.can_run and found.parallel[1] > 1:
         lines.append(
             "stages are taken to overlap: those of an 8B model were measured not to, and of a 32B "
             "model to (docs/planning.md)"

@@ -207,6 +207,9 @@ def test_a_length_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "does not fit" in text and "maximum model length is 1600" in text
     assert "tried" in text and "to run it" not in text
+    pages = ("--num-gpu-blocks-override", "100")
+    assert main(["plan", MODEL, "--gpus", "L40S:2", "--pp", "2", *pages]) == 1
+    assert "overlap" not in capsys.readouterr().out  # of what can't be run nothing more is told
 
 
 def test_the_command_has_what_was_planned_with(capsys: pytest.CaptureFixture[str]) -> None:
