@@ -169,19 +169,33 @@ def memory(gpu: GPU, config: EngineConfig, layout: Layout, plan: EnginePlan) -> 
     state = 4 * slots * (spec.vocab_rows + shapes.num_groups * shapes.pages_per_seq)
     state += shapes.max_rows * spec.width * itemsize
     state += 2 * 4 * shapes.input_sizes(plan.buckets)[-1]
-    per_token = TEMPORARY_FFNS * spec.ffn // layout.tp + TEMPORARY_WIDTHS * spec.width
-    per_row = 4 * TEMPORARY_LOGITS * spec.vocab_rows // layout.tp
-    forward, sample = plan.max_num_batched_tokens * per_token * itemsize, shapes.max_rows * per_row
-    if plan.max_num_batched_tokens > MAX_ROWS:
-        forward += itemsize * max((count for count, how in layout.stored if widens(how)), default=0)
-    if spec.head is not None and widens(spec.head.scheme):  # its rows are always more
-        sample += itemsize * layout.head_products
-    temporaries = max(forward, sample)
+    temporaries = max(
+        _forward_bytes(layout, plan.max_num_batched_tokens), _sample_bytes(layout, shapes.max_rows)
+    )
     margin = int(FRAGMENTATION_MARGIN * limit)
     return [
         Memory(limit, size - there.size, state, temporaries + there.window, margin)
         for size, there in zip(layout.weight_bytes, layout.offloaded, strict=True)
     ]
+
+
+def _forward_bytes(layout: Layout, tokens: int) -> int:
+    """Of what a step sets aside on a GPU. While the largest product is widened, its activation is
+    yet to come: gates and ups are there, but not what becomes of them.
+    """
+    widths, ffn = TEMPORARY_WIDTHS * layout.spec.width, layout.spec.ffn // layout.tp
+    size = tokens * (TEMPORARY_FFNS * ffn + widths)
+    widened = max((count for count, scheme in layout.stored if widens(scheme)), default=0)
+    if widened and tokens > MAX_ROWS:
+        size = max(size, tokens * ((TEMPORARY_FFNS - 1) * ffn + widths) + widened)
+    return layout.dtype.itemsize * size
+
+
+def _sample_bytes(layout: Layout, rows: int) -> int:
+    """Of what sampling sets aside; rows are more than `MAX_ROWS` always."""
+    logits, head = 4 * rows * layout.spec.vocab_rows // layout.tp, layout.spec.head
+    widened = layout.head_products if head is not None and widens(head.scheme) else 0
+    return max(TEMPORARY_LOGITS * logits, logits + layout.dtype.itemsize * widened)
 
 
 def widens(scheme: Scheme) -> bool:

@@ -116,23 +116,27 @@ def test_the_sum_is_the_engines(layouts: dict[tuple[int, int], Layout]) -> None:
 def test_one_product_is_widened_at_a_time(
     spec_7b: ModelSpec, scheme: Scheme, widened: bool
 ) -> None:
-    largest = 2 * 2 * 18_944 * 3584 if widened else 0  # bytes of gates and ups in bfloat16
     plain = dataclasses.replace(spec_7b, vocab=8192)  # logits that are smaller than these
     stored = plain.quantized_like(Quantized(scheme, FullPrecision()))
-    for tp in (1, 2):
-        more = temporaries(stored, 8192, tp) - temporaries(plain, 8192, tp)
-        assert more == largest // tp
-    assert temporaries(stored, 64) == temporaries(plain, 64)  # kernels widen as they multiply
-    assert (temporaries(stored, 65) > temporaries(plain, 65)) == widened
+    largest = 2 * 2 * 18_944 * 3584  # bytes of gates and ups in bfloat16
+    for tokens, tp in ((65, 1), (2048, 1), (2048, 2)):
+        before = 2 * tokens * (2 * 18_944 // tp + 3 * 3584)  # of the activation
+        expected = before + largest // tp if widened else temporaries(plain, tokens, tp)
+        assert temporaries(stored, tokens, tp) == expected
+    # Kernels of few rows widen as they multiply, and what many set aside is more than a product.
+    for tokens in (64, 16_384):
+        assert temporaries(stored, tokens) == temporaries(plain, tokens)
 
 
 def test_a_head_is_widened_where_it_is_stored_so(spec_7b: ModelSpec) -> None:
-    four = Quantized(WeightOnly("int4", group=128), FullPrecision())
-    table = 2 * 3584 * 152_064  # bytes in bfloat16
-    headed = dataclasses.replace(spec_7b, head=four)
-    assert temporaries(headed, 64) == temporaries(spec_7b, 64) + table
-    few = dataclasses.replace(headed, head=Quantized(WeightOnly("int8"), FullPrecision()))
-    assert temporaries(few, 64) == temporaries(spec_7b, 64)
+    logits, table = 4 * (16 + 256) * 152_064, 2 * 3584 * 152_064  # bytes, in float32 and bfloat16
+    assert temporaries(spec_7b, 64) == 4 * logits
+    for scheme, expected in (
+        (WeightOnly("int4", group=128), logits + table),
+        (WeightOnly("int8"), 4 * logits),
+    ):
+        headed = dataclasses.replace(spec_7b, head=Quantized(scheme, FullPrecision()))
+        assert temporaries(headed, 64) == expected
 
 
 def temporaries(spec: ModelSpec, tokens: int, tp: int = 1) -> int:
