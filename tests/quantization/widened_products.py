@@ -10,11 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpaged.quantization.scheme import arrange
 from jaxpaged.quantization.weight_only import WeightOnly
 
-ROWS, WIDTH = 256, 1024
-WIDENED = 2 * WIDTH * WIDTH  # bytes of a product's weights in half precision
+ROWS, WIDTH, INNER = 1024, 2048, 8192
+WIDENED = 2 * 2 * INNER * WIDTH  # bytes of a layer's larger product in half precision
 SCHEMES = (
     WeightOnly("int4", group=128),
     WeightOnly("int4", group=128, has_zero=True),
@@ -24,26 +23,25 @@ SCHEMES = (
 )
 
 
-def scratch_bytes(scheme: WeightOnly, products: int, sharding: Any, options: Any) -> int:
-    """What so many products, one after the other, take beside arguments and results."""
+def scratch_bytes(scheme: WeightOnly, layers: int, sharding: Any, options: Any) -> int:
+    """What so many gated products and those back take beside arguments and results."""
 
-    def abstract(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    def weights(outputs: tuple[int, ...], size: int) -> dict[str, jax.ShapeDtypeStruct]:
+        return {
+            name: jax.ShapeDtypeStruct(x.shape(name, outputs), x.dtype, sharding=sharding)
+            for name, x in scheme.arrays(size).items()
+        }
 
-    made = jax.eval_shape(lambda: scheme.quantize(jnp.zeros((WIDTH, WIDTH))))
-    made = {
-        name: jax.eval_shape(lambda x, name=name: arrange(name, x, x.ndim == 2), x)
-        for name, x in made.items()
-    }
-    weights = [jax.tree.map(abstract, made) for _ in range(products)]
-
-    def chain(x_TI: jax.Array, weights: Any) -> jax.Array:
-        for arrays in weights:
-            x_TI += scheme.product(x_TI, arrays, x_TI.dtype)
+    def chain(x_TI: jax.Array, layers: Any) -> jax.Array:
+        for wide, back in layers:
+            y_T2F = scheme.product(x_TI, wide, x_TI.dtype)
+            gated_TF = jax.nn.silu(y_T2F[:, 0]) * y_T2F[:, 1]
+            x_TI += scheme.product(gated_TF, back, x_TI.dtype)
         return x_TI
 
     rows = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16, sharding=sharding)
-    compiled = jax.jit(chain).lower(rows, weights).compile(compiler_options=options)
+    all_layers = [(weights((2, INNER), WIDTH), weights((WIDTH,), INNER))] * layers
+    compiled = jax.jit(chain).lower(rows, all_layers).compile(compiler_options=options)
     return compiled.memory_analysis().temp_size_in_bytes
 
 
