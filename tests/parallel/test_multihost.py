@@ -113,12 +113,16 @@ def test_stored_executables_are_used_and_a_dead_leader_takes_its_followers_along
     assert not Path(f"/proc/{child}").exists()
 
 
-@pytest.mark.usefixtures("report")  # whose executables are stored
-def test_a_follower_that_dies_ends_the_server_and_its_requests(folder: Path) -> None:
+def test_a_follower_without_a_cache_that_dies_ends_the_server_and_its_requests(
+    folder: Path,
+) -> None:
     coordinator = ("--distributed-coordinator", f"127.0.0.1:{free_port('127.0.0.1')}")
-    place = ("--model", str(folder), "--compile-cache-dir", str(folder / "cache"))
-    command = [*SERVE, *place, *coordinator, "--host-id"]
-    leader, follower = (start(folder / f"{i}.log", 2, *command, str(i)) for i in range(2))
+    command = [*SERVE, "--model", str(folder), *coordinator, "--host-id"]
+    own = [
+        ("0", "--compile-cache-dir", str(folder / "cache")),
+        ("1", "--compile-cache-dir", "none"),
+    ]
+    leader, follower = (start(folder / f"{each[0]}.log", 2, *command, *each) for each in own)
     try:
         url = printed(leader, r"http://[^\s:]+:\d+") + "/v1/completions"
         body = {"model": str(folder), "prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0}
@@ -137,5 +141,6 @@ def test_a_follower_that_dies_ends_the_server_and_its_requests(folder: Path) -> 
     finally:
         leader.kill()
         follower.kill()
-    assert "host 1 is gone" in (folder / "0.log").read_text()
+    log = (folder / "0.log").read_text()
+    assert "another host has no compilation cache" in log and "host 1 is gone" in log
     assert "host 1 was ended by SIGKILL" in (folder / "1.log").read_text().splitlines()[-1]
