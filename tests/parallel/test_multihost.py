@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,10 @@ import httpx
 import pytest
 import tiny_models
 from engine_runs import ALL_AT_ONCE, NUM_NEW, sampled, small
+from ports import free_port
 from safetensors.numpy import load_file
 
 from jaxpaged.engine.engine_core import EngineCore
-from jaxpaged.parallel.meeting import free_port
 
 ROOT = Path(__file__).parents[2]
 MODEL = "llama-biases-linear"
@@ -48,7 +49,7 @@ def start(log: Path, devices: int, *command: str) -> subprocess.Popen[str]:
 
 def start_both(folder: Path, devices: int, *more: str) -> list[subprocess.Popen[str]]:
     """The hosts of `host_engine.py`."""
-    port = str(free_port("127.0.0.1"))
+    port = str(free_port())
     script = ("tests/fixtures/host_engine.py", str(folder), str(devices), port)
     return [start(folder / f"{i}.log", devices // 2, *script, str(i), *more) for i in range(2)]
 
@@ -64,6 +65,13 @@ def printed(process: subprocess.Popen[str], pattern: str) -> str:
 
 def children(pid: int) -> list[int]:
     return [int(x) for x in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_until(reached: Callable[[], bool], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +124,7 @@ def test_stored_executables_are_used_and_a_dead_leader_takes_its_followers_along
 def test_a_follower_without_a_cache_that_dies_ends_the_server_and_its_requests(
     folder: Path,
 ) -> None:
-    coordinator = ("--distributed-coordinator", f"127.0.0.1:{free_port('127.0.0.1')}")
+    coordinator = ("--distributed-coordinator", f"127.0.0.1:{free_port()}")
     command = [*SERVE, "--model", str(folder), *coordinator, "--host-id"]
     own = [
         ("0", "--compile-cache-dir", str(folder / "cache")),
@@ -144,3 +152,14 @@ def test_a_follower_without_a_cache_that_dies_ends_the_server_and_its_requests(
     log = (folder / "0.log").read_text()
     assert "another host has no compilation cache" in log and "host 1 is gone" in log
     assert "host 1 was ended by SIGKILL" in (folder / "1.log").read_text().splitlines()[-1]
+
+
+def test_a_follower_whose_parent_is_gone_waits_no_longer(folder: Path) -> None:
+    coordinator = ("--distributed-coordinator", f"127.0.0.1:{free_port()}")
+    log = folder / "orphan.log"
+    parent = start(log, 2, *SERVE, "--model", str(folder), *coordinator, "--host-id", "1")
+    wait_until(lambda: bool(children(parent.pid)))
+    time.sleep(0.5)  # it gets its settings, and imports JAX
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: "the process that started this one is gone" in log.read_text())
