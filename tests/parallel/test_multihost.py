@@ -18,12 +18,12 @@ import httpx
 import pytest
 import tiny_models
 from engine_runs import ALL_AT_ONCE, NUM_NEW, sampled, small
+from own_process import ROOT, environment
 from ports import free_port
 from safetensors.numpy import load_file
 
 from jaxpaged.engine.engine_core import EngineCore
 
-ROOT = Path(__file__).parents[2]
 MODEL = "llama-biases-linear"
 REFERENCES = ROOT / "tests" / "fixtures" / "references.safetensors"
 SERVE = [
@@ -36,14 +36,11 @@ SERVE = [
 
 def start(log: Path, devices: int, *command: str) -> subprocess.Popen[str]:
     """A host with so many fake devices."""
-    environment = {
-        **os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests/fixtures",
-        "JAX_NUM_CPU_DEVICES": str(devices),
-    }  # fmt: skip
+    path = f"{ROOT}:{ROOT}/tests/fixtures"
     with log.open("w") as sink:
         return subprocess.Popen(
-            [sys.executable, *command], cwd=ROOT, env=environment, text=True,
-            stdout=subprocess.PIPE, stderr=sink,
+            [sys.executable, *command], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=sink,
+            env=environment(PYTHONPATH=path, JAX_NUM_CPU_DEVICES=str(devices)),
         )  # fmt: skip
 
 
