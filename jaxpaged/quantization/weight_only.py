@@ -121,6 +121,8 @@ class WeightOnly:
             kernel = arrays[KERNEL].astype(x_TI.dtype)
             y = contract(x_TI, kernel, precision, sum_dtype(dtype)).astype(jnp.float32)
             return (y * arrays["kernel_scale"]).astype(dtype)
+        # Not before x is there: XLA would widen all layers' kernels first, and keep them all.
+        x_TI, arrays = jax.lax.optimization_barrier((x_TI, dict(arrays)))
         return contract(x_TI, self.dequantize(arrays, x_TI.dtype), precision, dtype)
 
     def fused(

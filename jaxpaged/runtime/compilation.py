@@ -86,11 +86,14 @@ def compile_options(
         devices: that share them.
         copies: from host memory that are to be under way at a time.
     """
+    options: dict[str, Any] = {}
     if platform == "cpu":
         # The time goes to library products: less work on the rest compiles a quarter faster and
         # runs no slower (measured with 55M parameters, 12 layers).
-        return {"xla_backend_optimization_level": 1}
-    options: dict[str, Any] = {}
+        options["xla_backend_optimization_level"] = 1
+        if rounds_rows:  # by default all layers' weights would be widened side by side
+            options["xla_cpu_scheduler_type"] = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
+        return options
     if platform == "gpu" and copies:
         # By default XLA schedules two, and lets the step wait for one before it starts the third.
         options["xla_gpu_enable_latency_hiding_scheduler"] = True

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 
 def compiled(*arguments: str) -> list[str]:
     """Cases that the program says it compiled."""
-    out, _ = compile_without_card("compile_for_h200.py", *arguments)
+    out, _ = compile_without_card("pallas_kernels/compile_for_h200.py", *arguments)
     return [line for line in out.splitlines() if line.startswith("compiled")]
 
 

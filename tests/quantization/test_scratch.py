@@ -1,0 +1,31 @@
+"""Weights are widened for one product at a time, not for all layers before the first."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import jax
+import pytest
+from deviceless import compile_without_card
+
+from jaxpaged.quantization.weight_only import WeightOnly
+from jaxpaged.runtime.compilation import compile_options
+from tests.quantization.widened_products import ROWS, SCHEMES, WIDENED, WIDTH, scratch_bytes
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_on_a_cpu(scheme: WeightOnly) -> None:
+    options = compile_options("cpu", ROWS, WIDTH, {False})
+    few, many = (scratch_bytes(scheme, count, None, options) for count in (2, 6))
+    assert many - few < WIDENED
+
+
+@pytest.mark.skipif(
+    find_spec("jax_cuda13_plugin") is None or jax.__version_info__ < (0, 11),
+    reason="needs jax >= 0.11 with its CUDA plugin (docs/kernels.md says how to install it)",
+)
+def test_on_an_h200() -> None:
+    out, _ = compile_without_card("quantization/widened_products.py")
+    found = [tuple(map(int, line.split())) for line in out.splitlines()]
+    assert len(found) == len(SCHEMES)
+    assert all(many - few < WIDENED for few, many in found), found
