@@ -258,6 +258,11 @@ class EngineConfig:
             require(self, f, getattr(self, f) in choices, "one of " + ", ".join(choices))
 
 
+def _is_address(text: str) -> bool:
+    match = re.fullmatch(r"[^\s:]+:([1-9]\d{0,4})", text)
+    return match is not None and int(match[1]) < 1 << 16
+
+
 def _check_hosts(config: EngineConfig) -> None:
     if (config.num_hosts > 1) != (config.distributed_coordinator is not None):
         raise ValueError("num_hosts and distributed_coordinator need each other")
@@ -265,11 +270,12 @@ def _check_hosts(config: EngineConfig) -> None:
     require(
         config,
         "distributed_coordinator",
-        where is None or re.fullmatch(r"[^\s:]+:[1-9]\d{0,4}", where) is not None,
-        "like 10.0.0.1:9100",
+        where is None or _is_address(where),
+        "like 10.0.0.1:9100, an IPv4 address or a name and a port up to 65535",
     )
     require(config, "host_id", 0 <= config.host_id < config.num_hosts, "less than num_hosts")
-    require(config, "distributed_timeout", config.distributed_timeout > 0, "above 0")
+    in_a_day = 0 < config.distributed_timeout <= 86400
+    require(config, "distributed_timeout", in_a_day, "in (0, 86400]")
     require(
         config,
         "tensor_parallel_size",

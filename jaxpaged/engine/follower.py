@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -18,7 +19,8 @@ def follow(config: EngineConfig) -> int:
     to say why.
     """
     child = subprocess.Popen(
-        [sys.executable, "-m", "jaxpaged.engine.follower_process"], stdin=subprocess.PIPE
+        [sys.executable, "-m", "jaxpaged.engine.follower_process", str(os.getpid())],
+        stdin=subprocess.PIPE,
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -1,7 +1,9 @@
-"""A follower host's only process that owns JAX: `python -m jaxpaged.engine.follower_process`.
+"""A follower host's only process that owns JAX.
 
-Reads its settings from standard input. Ends with 0 when host 0 ends in peace, with 1 after a line
-that says why otherwise. `engine/follower.py` starts it.
+`python -m jaxpaged.engine.follower_process PARENT` reads its settings from standard input. It ends
+with 0 when host 0 ends in peace, with 1 after a line that says why otherwise: also when process
+PARENT, which started it, is gone. That one may be so before this one has come to ask for its id.
+`engine/follower.py` starts it.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ def main() -> int:
     config = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=EngineConfig)
     claim_memory(config)
     try:
-        follow(config, end_process)
+        follow(config, end_process, parent=int(sys.argv[1]))
     except (ValueError, OSError) as error:
         end_process(str(error))
     except Exception as error:

@@ -16,6 +16,7 @@ import jax
 import zmq
 
 from jaxpaged.parallel.meeting import (
+    ORPHANED,
     Link,
     Meeting,
     Place,
@@ -45,9 +46,9 @@ class Group:
     def __init__(self, place: Place, meeting: Meeting, on_loss: OnLoss) -> None:
         self.leads = place.host_id == 0
         self.commands = [link.commands for link in meeting.links]
-        self._meeting, self._members = meeting.socket, meeting.members
+        self._meeting, self._members = meeting.messages, meeting.members
         self._on_loss, self._leaving = on_loss, False
-        args = ({link.monitor: link for link in meeting.links}, os.getppid())
+        args = ({link.monitor: link for link in meeting.links}, place)
         threading.Thread(target=self._watch, args=args, name="hosts", daemon=True).start()
 
     def minimum(self, value: int) -> int:
@@ -74,18 +75,18 @@ class Group:
         for each in (*self.commands, self._meeting):
             each.close(linger=0)
 
-    def _watch(self, links: Mapping[zmq.Socket, Link], parent: int) -> None:
+    def _watch(self, links: Mapping[zmq.Socket, Link], place: Place) -> None:
         """End this process when a host is gone, whatever its other threads wait for."""
         poller = zmq.Poller()
         for monitor in links:
             poller.register(monitor, zmq.POLLIN)
-        while not self._leaving and (self.leads or os.getppid() == parent):
+        while not self._leaving and not place.is_orphan():
             for monitor, _ in poller.poll(POLL_MS):
                 if links[monitor].is_lost() and not self._leaving:
                     self._on_loss(f"{links[monitor].name} is gone: all end; its log may say why")
                     return
         if not self._leaving:
-            self._on_loss("the process that started this one is gone")
+            self._on_loss(ORPHANED)
 
 
 def end_process(reason: str) -> NoReturn:
@@ -102,8 +103,7 @@ def join(
     Args:
         started_with: what must be equal on all hosts, by the name that an error gives it.
         timeout: seconds until all hosts must be there.
-        on_loss: called in a thread when another host has died; on a follower also when the process
-            that started this one has.
+        on_loss: called in a thread when another host has died, or this process' parent.
 
     Raises:
         JoinError: one line.
@@ -121,5 +121,7 @@ def join(
         shutdown_timeout_seconds=SHUTDOWN_SECONDS,
         coordinator_bind_address=meeting.jax_coordinator,
     )
+    if meeting.reserved is not None:
+        meeting.reserved.close()
     log.info("host %d of %d has joined the others", place.host_id, place.num_hosts)
     return group

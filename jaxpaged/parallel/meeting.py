@@ -10,7 +10,9 @@ JAX notices missing and doubled processes too, but by ending the process with a 
 
 from __future__ import annotations
 
+import ipaddress
 import logging
+import os
 import socket
 import time
 from collections.abc import Mapping
@@ -22,7 +24,9 @@ from zmq.utils.monitor import recv_monitor_message
 
 log = logging.getLogger(__name__)
 
+AGAIN_MS = 500  # how often a follower says that it is there
 HEARTBEAT_MS, SILENCE_MS = 2000, 10000  # a host that says nothing for so long is gone
+ORPHANED = "the process that started this one is gone"
 EVENTS = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_CONNECTED
@@ -80,6 +84,11 @@ class Place:
     coordinator: str  # HOST:PORT of host 0
     num_hosts: int
     host_id: int
+    parent: int | None = None  # process id: a follower ends when its parent has
+
+    def is_orphan(self) -> bool:
+        """Whether the process that started this one is gone."""
+        return self.parent is not None and self.parent != os.getppid()
 
 
 @dataclass(frozen=True)
@@ -102,9 +111,10 @@ class Meeting:
     """All hosts, together."""
 
     jax_coordinator: str
-    socket: zmq.Socket  # ROUTER of the leader, DEALER of a follower
+    messages: zmq.Socket  # ROUTER of the leader, DEALER of a follower
     members: Mapping[int, bytes]  # by host id, the followers' identities; the leader's alone
     links: list[Link]  # to the followers, or the one to the leader
+    reserved: socket.socket | None = None  # has JAX's coordinator's port until that listens there
 
 
 def meet(place: Place, started_with: Mapping[str, str], timeout: float) -> Meeting:
@@ -131,8 +141,8 @@ class _Clock:
     def __init__(self, seconds: float) -> None:
         self.seconds, self._end = seconds, time.monotonic() + seconds
 
-    def left_ms(self) -> int:
-        return max(0, int((self._end - time.monotonic()) * 1000))
+    def left_ms(self, at_most: float = float("inf")) -> int:
+        return int(min(at_most, max(0, (self._end - time.monotonic()) * 1000)))
 
 
 def _lead(
@@ -142,6 +152,14 @@ def _lead(
     clock: _Clock,
 ) -> Meeting:
     address, port = _resolve(place.coordinator)
+    name = place.coordinator.rpartition(":")[0]
+    if name != address and ipaddress.ip_address(address).is_loopback:
+        log.warning(
+            "%s is %s here, which no other machine reaches: let --distributed-coordinator name "
+            "an address of this one's network",
+            name,
+            address,
+        )
     meeting = context.socket(zmq.ROUTER)
     meeting.setsockopt(zmq.ROUTER_MANDATORY, 1)
     try:
@@ -153,7 +171,8 @@ def _lead(
         ) from None
     members = _gather(meeting, place, started_with, clock)
     public, secret = zmq.curve_keypair()
-    jax_coordinator = f"{address}:{free_port(address)}"
+    reserved = _reserve_port(address)
+    jax_coordinator = f"{address}:{reserved.getsockname()[1]}"
     links = []
     for host_id, identity in members.items():
         commands = _command_socket(context, zmq.PUSH)
@@ -168,7 +187,7 @@ def _lead(
         if link is None:
             raise JoinError(f"host {host_id} was there and is gone; its log may say why")
         links.append(link)
-    return Meeting(jax_coordinator, meeting, members, links)
+    return Meeting(jax_coordinator, meeting, members, links, reserved)
 
 
 def _gather(
@@ -193,8 +212,8 @@ def _gather(
         if not isinstance(hello, Hello):
             continue
         reason = _difference(hello, started_with)
-        taken = members.get(hello.host_id)
-        if not reason and taken is not None and _reachable(meeting, taken, Wait()):
+        taken = members.get(hello.host_id, sender)
+        if not reason and taken != sender and _reachable(meeting, taken, Wait()):
             reason = f"two hosts have --host-id {hello.host_id}; this one came later"
         if reason:
             log.warning("a host was sent away: %s", reason)
@@ -222,18 +241,28 @@ def _follow(
 ) -> Meeting:
     address, port = _resolve(place.coordinator)
     meeting = context.socket(zmq.DEALER)
+    meeting.setsockopt(zmq.IMMEDIATE, 1)  # nothing is kept for a leader who is not there
     meeting.connect(f"tcp://{address}:{port}")
-    send(meeting, Hello(place.host_id, dict(started_with)))
+    hello = Hello(place.host_id, dict(started_with))
     answer: Message | None = None
+    silent = True
     while answer is None or isinstance(answer, Wait):
-        if not meeting.poll(clock.left_ms()):
-            send(meeting, Leave())
+        # Again and again: a leader who was started anew has not heard it.
+        if silent and meeting.poll(clock.left_ms(AGAIN_MS), zmq.POLLOUT):
+            send(meeting, hello)
+        silent = not meeting.poll(clock.left_ms(AGAIN_MS))
+        if not silent:
+            answer = decode(meeting.recv())
+        elif place.is_orphan():
+            raise JoinError(ORPHANED)
+        elif not clock.left_ms():
+            if meeting.poll(0, zmq.POLLOUT):
+                send(meeting, Leave())
             raise JoinError(
                 f"no host 0 answers at {place.coordinator} (waited {clock.seconds:g} s)"
                 if answer is None
                 else f"host 0 still waits for other hosts (waited {clock.seconds:g} s)"
             )
-        answer = decode(meeting.recv())
     if isinstance(answer, Refused):
         raise JoinError(answer.reason)
     assert isinstance(answer, Welcome)
@@ -307,8 +336,9 @@ def _resolve(coordinator: str) -> tuple[str, int]:
         raise JoinError(f"--distributed-coordinator {coordinator}: {error.strerror}") from None
 
 
-def free_port(address: str) -> int:
-    """A TCP port that nobody has at the moment."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return probe.getsockname()[1]
+def _reserve_port(address: str) -> socket.socket:
+    """Keep a free TCP port from all who do not share it on purpose, as gRPC does."""
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    reserved.bind((address, 0))
+    return reserved

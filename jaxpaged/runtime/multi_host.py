@@ -26,8 +26,12 @@ OWN = {
 }
 
 
-def join_hosts(config: EngineConfig, on_loss: OnLoss) -> Group | None:
+def join_hosts(config: EngineConfig, on_loss: OnLoss, parent: int | None = None) -> Group | None:
     """Wait for the other hosts that `config` speaks of; None: there are none.
+
+    Args:
+        on_loss: see `parallel.hosts.join`.
+        parent: the process that this one ends with.
 
     Raises:
         ValueError, OSError: they do not come, or were started otherwise; one line.
@@ -35,7 +39,7 @@ def join_hosts(config: EngineConfig, on_loss: OnLoss) -> Group | None:
     if config.num_hosts == 1:
         return None
     assert config.distributed_coordinator is not None
-    place = Place(config.distributed_coordinator, config.num_hosts, config.host_id)
+    place = Place(config.distributed_coordinator, config.num_hosts, config.host_id, parent)
     return join(place, started_with(config), timeout=config.distributed_timeout, on_loss=on_loss)
 
 
@@ -56,13 +60,16 @@ def started_with(config: EngineConfig) -> dict[str, str]:
     }
 
 
-def follow(config: EngineConfig, on_loss: OnLoss) -> None:
+def follow(config: EngineConfig, on_loss: OnLoss, parent: int | None = None) -> None:
     """Do what host 0 does, until it ends.
+
+    Args:
+        on_loss, parent: see `join_hosts`.
 
     Raises:
         ValueError, OSError: as `join_hosts` and `start_runner`; one line.
     """
-    group = join_hosts(config, on_loss)
+    group = join_hosts(config, on_loss, parent)
     assert group is not None and not group.leads
     runner = start_runner(config, serving=True, group=group).runner
     (stage,), plan = runner.stages, runner.plan  # a pipeline has no followers

@@ -75,7 +75,7 @@ def start_runner(config: EngineConfig, *, serving: bool, group: Group | None = N
     Raises:
         ValueError, OSError: one line that says what to change.
     """
-    cache = cache_folder(config.compile_cache_dir)
+    cache = _common_cache(config, group)
     devices_of = stage_devices(config.tensor_parallel_size, config.pipeline_parallel_size)
     here = [[each for each in own if each in jax.local_devices()] for own in devices_of]
     device, devices = here[0][0], [each for own in here for each in own]
@@ -172,6 +172,18 @@ def start_runner(config: EngineConfig, *, serving: bool, group: Group | None = N
     name = jnp.dtype(dtype).name
     head = name if spec.head is None else spec.head.scheme.storage
     return Started(runner, backend, device.platform, name, head, seconds)
+
+
+def _common_cache(config: EngineConfig, group: Group | None) -> Path | None:
+    """Where executables are kept; None: nowhere, because this host or another one has no place.
+
+    Hosts ask each other what they found in theirs: all have one, or none has.
+    """
+    cache = cache_folder(config.compile_cache_dir)
+    if group is not None and group.minimum(int(cache is not None)) == 0 and cache is not None:
+        log.warning("another host has no compilation cache: this start compiles anew here, too")
+        return None
+    return cache
 
 
 def check_card(spec: ModelSpec, compute_capability: float) -> None:

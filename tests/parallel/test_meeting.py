@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import queue
-import re
 import socket
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
 import pytest
 import zmq
+from ports import free_port
 
 from jaxpaged.core.buckets import Bucket
 from jaxpaged.parallel.hosts import Group
-from jaxpaged.parallel.meeting import JoinError, Meeting, Place, free_port, meet
+from jaxpaged.parallel.meeting import JoinError, Meeting, Place, Wait, meet, receive, send
 from jaxpaged.runtime.command_stream import CommandSender, received
 from jaxpaged.runtime.programs import Forward, TakeInput
 
@@ -26,19 +26,18 @@ KEYS = [TakeInput(3), Forward(Bucket(1, 1, True))]
 
 @pytest.fixture
 def coordinator() -> str:
-    return f"127.0.0.1:{free_port('127.0.0.1')}"
+    return f"127.0.0.1:{free_port()}"
 
 
 def meet_all(
-    coordinator: str, num_hosts: int, ids: list[int], timeout: float = 10.0, **settings: str
+    coordinator: str, num_hosts: int, ids: list[int], timeout: float = 10.0
 ) -> list[Meeting | str]:
-    """What each host gets: all others, or an error. `settings`: those of the last."""
+    """What each host gets: all others, or an error."""
     with ThreadPoolExecutor(len(ids)) as pool:
-        tasks = []
-        for host_id in ids:
-            started_with = SETTINGS | (settings if host_id == ids[-1] else {})
-            place = Place(coordinator, num_hosts, host_id)
-            tasks.append(pool.submit(meet, place, started_with, timeout))
+        tasks = [
+            pool.submit(meet, Place(coordinator, num_hosts, host_id), SETTINGS, timeout)
+            for host_id in ids
+        ]
         errors = [task.exception() for task in tasks]
         assert all(isinstance(error, JoinError | None) for error in errors), errors
         return [
@@ -73,6 +72,13 @@ def test_hosts_agree_and_commands_come_in_order(coordinator: str) -> None:
             key, words = next(stream)
             assert key == KEYS[0] and words[0].tolist() == [number] * 3
             assert next(stream) == (KEYS[1], [])
+
+
+def test_the_port_of_jax_is_kept_for_it(coordinator: str) -> None:
+    _, (leader, _) = groups(coordinator, 2, lambda reason: None)
+    host, _, port = leader.jax_coordinator.rpartition(":")
+    with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+        other.bind((host, int(port)))
 
 
 def test_a_lost_command_is_noticed(coordinator: str) -> None:
@@ -129,29 +135,64 @@ def test_strangers_neither_join_nor_read_nor_disturb(coordinator: str) -> None:
 
 
 def test_a_number_that_two_hosts_have_goes_to_the_first(coordinator: str) -> None:
-    met = meet_all(coordinator, 3, [0, 1, 1], timeout=0.5)
-    assert sum(each == "two hosts have --host-id 1; this one came later" for each in met) == 1
-    assert any(re.search("host 2 did not join|still waits", str(each)) for each in met[1:])
-    assert "host 2 did not join within 0.5 s" in str(met[0])
+    with ThreadPoolExecutor(3) as pool:
+        leading, *ones = (
+            pool.submit(meet, Place(coordinator, 3, host_id), SETTINGS, 10.0)
+            for host_id in (0, 1, 1)
+        )
+        (refused,), _ = wait(ones, return_when="FIRST_COMPLETED")
+        assert str(refused.exception()) == "two hosts have --host-id 1; this one came later"
+        last = meet(Place(coordinator, 3, 2), SETTINGS, 10.0)
+        (taken,) = set(ones) - {refused}
+        assert leading.result().jax_coordinator == taken.result().jax_coordinator
+        assert last.jax_coordinator == leading.result().jax_coordinator
 
 
-def test_a_host_may_come_again_after_it_gave_up(coordinator: str) -> None:
-    with ThreadPoolExecutor(1) as pool:
+def test_some_give_up(coordinator: str) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        others = pool.submit(meet_all, f"127.0.0.1:{free_port()}", 3, [0, 1], 3.0)
         leading = pool.submit(meet, Place(coordinator, 3, 0), SETTINGS, 10.0)
         with pytest.raises(JoinError, match="host 0 still waits for other hosts"):
-            meet(Place(coordinator, 3, 1), SETTINGS, 0.5)
-        others = meet_all(coordinator, 3, [1, 2])
-        assert all(isinstance(each, Meeting) for each in (*others, leading.result()))
+            meet(Place(coordinator, 3, 1), SETTINGS, 3.0)
+        again = meet_all(coordinator, 3, [1, 2])
+        assert all(isinstance(each, Meeting) for each in (*again, leading.result()))
+        leader, follower = others.result()
+        assert str(leader).startswith("host 2 did not join within 3 s: ")
+        assert follower in (leader, "host 0 still waits for other hosts (waited 3 s)")
 
 
 def test_another_setting_is_named(coordinator: str) -> None:
-    leader, follower = meet_all(coordinator, 2, [0, 1], timeout=0.5, **{"--seed": "1"})
-    assert follower == "host 1 differs from host 0 in --seed (1, not 0)"
-    assert "host 1 did not join" in str(leader)
+    with ThreadPoolExecutor(1) as pool:
+        leading = pool.submit(meet, Place(coordinator, 2, 0), SETTINGS, 10.0)
+        with pytest.raises(JoinError, match="^host 1 differs from host 0 in --seed .1, not 0.$"):
+            meet(Place(coordinator, 2, 1), {"--seed": "1"}, 10.0)
+        meet(Place(coordinator, 2, 1), SETTINGS, 10.0)
+        assert set(leading.result().members) == {1}
+
+
+def test_a_leader_that_starts_anew_hears_of_those_who_wait(coordinator: str) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(meet, Place(coordinator, 3, 1), SETTINGS, 10.0)
+        with zmq.Context() as context:
+            first = context.socket(zmq.ROUTER)
+            first.bind(f"tcp://{coordinator}")
+            sender, _ = receive(first)
+            send(first, Wait(), sender)
+            first.close()
+        assert all(isinstance(each, Meeting) for each in meet_all(coordinator, 3, [0, 2]))
+        assert waiting.result().links[0].name == "host 0, the leader,"
+
+
+def test_a_name_of_this_machine_alone_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("127.0.0.1", "localhost"):
+        with pytest.raises(JoinError, match="host 1 did not join within 0 s"):
+            meet(Place(f"{name}:{free_port()}", 2, 0), SETTINGS, 0.0)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("localhost is 127.0.0.1 here, which no other machine")
 
 
 def test_nobody_there_and_no_such_place() -> None:
-    nowhere = f"127.0.0.1:{free_port('127.0.0.1')}"
+    nowhere = f"127.0.0.1:{free_port()}"
     with pytest.raises(JoinError, match=f"no host 0 answers at {nowhere} .waited 0.2 s."):
         meet(Place(nowhere, 2, 1), SETTINGS, 0.2)
     with pytest.raises(JoinError, match="host 0 cannot listen at 192.0.2.1:9: Cannot assign"):

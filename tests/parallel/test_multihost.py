@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,12 @@ import httpx
 import pytest
 import tiny_models
 from engine_runs import ALL_AT_ONCE, NUM_NEW, sampled, small
+from own_process import ROOT, environment
+from ports import free_port
 from safetensors.numpy import load_file
 
 from jaxpaged.engine.engine_core import EngineCore
-from jaxpaged.parallel.meeting import free_port
 
-ROOT = Path(__file__).parents[2]
 MODEL = "llama-biases-linear"
 REFERENCES = ROOT / "tests" / "fixtures" / "references.safetensors"
 SERVE = [
@@ -35,20 +36,17 @@ SERVE = [
 
 def start(log: Path, devices: int, *command: str) -> subprocess.Popen[str]:
     """A host with so many fake devices."""
-    environment = {
-        **os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/tests/fixtures",
-        "JAX_NUM_CPU_DEVICES": str(devices),
-    }  # fmt: skip
+    path = f"{ROOT}:{ROOT}/tests/fixtures"
     with log.open("w") as sink:
         return subprocess.Popen(
-            [sys.executable, *command], cwd=ROOT, env=environment, text=True,
-            stdout=subprocess.PIPE, stderr=sink,
+            [sys.executable, *command], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=sink,
+            env=environment(PYTHONPATH=path, JAX_NUM_CPU_DEVICES=str(devices)),
         )  # fmt: skip
 
 
 def start_both(folder: Path, devices: int, *more: str) -> list[subprocess.Popen[str]]:
     """The hosts of `host_engine.py`."""
-    port = str(free_port("127.0.0.1"))
+    port = str(free_port())
     script = ("tests/fixtures/host_engine.py", str(folder), str(devices), port)
     return [start(folder / f"{i}.log", devices // 2, *script, str(i), *more) for i in range(2)]
 
@@ -64,6 +62,13 @@ def printed(process: subprocess.Popen[str], pattern: str) -> str:
 
 def children(pid: int) -> list[int]:
     return [int(x) for x in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_until(reached: Callable[[], bool], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -113,12 +118,16 @@ def test_stored_executables_are_used_and_a_dead_leader_takes_its_followers_along
     assert not Path(f"/proc/{child}").exists()
 
 
-@pytest.mark.usefixtures("report")  # whose executables are stored
-def test_a_follower_that_dies_ends_the_server_and_its_requests(folder: Path) -> None:
-    coordinator = ("--distributed-coordinator", f"127.0.0.1:{free_port('127.0.0.1')}")
-    place = ("--model", str(folder), "--compile-cache-dir", str(folder / "cache"))
-    command = [*SERVE, *place, *coordinator, "--host-id"]
-    leader, follower = (start(folder / f"{i}.log", 2, *command, str(i)) for i in range(2))
+def test_a_follower_without_a_cache_that_dies_ends_the_server_and_its_requests(
+    folder: Path,
+) -> None:
+    coordinator = ("--distributed-coordinator", f"127.0.0.1:{free_port()}")
+    command = [*SERVE, "--model", str(folder), *coordinator, "--host-id"]
+    own = [
+        ("0", "--compile-cache-dir", str(folder / "cache")),
+        ("1", "--compile-cache-dir", "none"),
+    ]
+    leader, follower = (start(folder / f"{each[0]}.log", 2, *command, *each) for each in own)
     try:
         url = printed(leader, r"http://[^\s:]+:\d+") + "/v1/completions"
         body = {"model": str(folder), "prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0}
@@ -137,5 +146,17 @@ def test_a_follower_that_dies_ends_the_server_and_its_requests(folder: Path) -> 
     finally:
         leader.kill()
         follower.kill()
-    assert "host 1 is gone" in (folder / "0.log").read_text()
+    log = (folder / "0.log").read_text()
+    assert "another host has no compilation cache" in log and "host 1 is gone" in log
     assert "host 1 was ended by SIGKILL" in (folder / "1.log").read_text().splitlines()[-1]
+
+
+def test_a_follower_whose_parent_is_gone_waits_no_longer(folder: Path) -> None:
+    coordinator = ("--distributed-coordinator", f"127.0.0.1:{free_port()}")
+    log = folder / "orphan.log"
+    parent = start(log, 2, *SERVE, "--model", str(folder), *coordinator, "--host-id", "1")
+    wait_until(lambda: bool(children(parent.pid)))
+    time.sleep(0.5)  # it gets its settings, and imports JAX
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: "the process that started this one is gone" in log.read_text())

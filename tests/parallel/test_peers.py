@@ -14,7 +14,7 @@ def test_a_cpu_is_no_gpu() -> None:
     assert not reach_each_other(jax.devices())
 
 
-def test_addresses_are_those_of_the_boxes() -> None:
+def test_boxes_are_empty_and_addresses_are_words() -> None:
     kept, where_N2 = make_boxes(make_mesh())
     assert where_N2.dtype == np.int32
     assert np.asarray(where_N2).view(np.uint64).item() == kept.unsafe_buffer_pointer()

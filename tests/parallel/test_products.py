@@ -63,3 +63,8 @@ def test_no_two_sums_by_stores_in_a_row_take_the_same_box(report: dict[str, Any]
     assert embedding not in layers
     assert len(layers) >= 2  # alike ones are traced once
     assert all(a != b for a, b in pairwise(layers))
+
+
+def test_addresses_of_boxes_come_in_the_order_of_ranks(report: dict[str, Any]) -> None:
+    found = report["boxes"]
+    assert found["devices"] == [1, 0] and found["told"] == found["lie"]
