@@ -36,6 +36,12 @@ from jaxpaged import ray_router, ray_serve  # noqa: E402
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "ray" / "serve_config.yaml"
 KEY = "sesame"
+PATIENCE = {  # of Ray, whose own is short for a machine of two busy cores
+    "PROXY_READY_CHECK_TIMEOUT": 60,
+    "PROXY_HEALTH_CHECK_TIMEOUT": 60,
+    "QUEUE_LENGTH_RESPONSE_DEADLINE": 2,
+    "MAX_QUEUE_LENGTH_RESPONSE_DEADLINE": 10,
+}
 STEP = 0.08  # seconds: what is to be caught while it runs (200 tokens) runs for 16
 WHOLE = {"model": "M", "prompt": [5, 6], "max_tokens": 200, "ignore_eos": True}
 
@@ -89,6 +95,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory("ray") as folder:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex())  # else it is kept in the home folder
+        for name, seconds in PATIENCE.items():
+            patch.setenv(f"RAY_SERVE_{name}_S", str(seconds))
         ray.init(
             num_cpus=3, num_gpus=2, include_dashboard=False, object_store_memory=100 << 20,
             log_to_driver=False, _temp_dir=folder,
