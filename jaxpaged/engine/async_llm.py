@@ -33,7 +33,7 @@ from jaxpaged.engine.messages import (
 )
 from jaxpaged.engine.metrics import MetricsRegistry, RequestTimes
 from jaxpaged.engine.output_processor import OutputProcessor
-from jaxpaged.engine.replica import Replica, connect, together
+from jaxpaged.engine.replica import Replica, connect, least_full, together
 from jaxpaged.engine.router import TYPICAL_OUTPUT, Route, Router
 from jaxpaged.engine.tokenizer import Tokenizer, generation_defaults
 from jaxpaged.outputs import RequestOutput
@@ -311,13 +311,12 @@ class AsyncLLM:
             await self._fleet.stop()
 
     def _route(self, request: AddRequest) -> Route:
-        living = [replica.number for replica in self.living]
-        if not living:
-            assert self.dead is not None
+        if self.dead is not None:
             raise self.dead
-        params = request.params
+        params, prompt = request.params, request.prompt_token_ids
         output = params.n * min(params.max_tokens or TYPICAL_OUTPUT, TYPICAL_OUTPUT)
-        return self._router.route(living, request.prompt_token_ids, request.cache_salt, output)
+        engines = least_full(self.living, self.config, len(prompt))
+        return self._router.route(engines, prompt, request.cache_salt, output)
 
     def _abort(self, request_id: str) -> None:
         """End a request that nobody waits for any more; nothing happens if it has ended."""

@@ -7,9 +7,11 @@ from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
+from jaxpaged.config import EngineConfig
 from jaxpaged.engine.core_client import CoreClient, FrontEnd
 from jaxpaged.engine.errors import BadRequestError, EngineDeadError
 from jaxpaged.engine.messages import (
+    AddRequest,
     Command,
     CommandDone,
     EngineInfo,
@@ -42,12 +44,26 @@ class Replica:
         self._core, self._records_steps = core, records_steps
         self._pool_watch = PoolWatch(self.send)
         self._commands: dict[int, asyncio.Future[CommandDone]] = {}  # by number, unanswered
+        # Lengths of prompts that `stats` may not count: sent since it came, or while that step was
+        # computed, since a core reads between steps.
+        self._sent: list[int] = []
+        self._sent_before: list[int] = []
         self._record()
 
     def send(self, message: FrontMessage) -> None:
         """Send without waiting; nothing happens if it is dead."""
         if self.dead is None:
             self._core.send(message)
+            if isinstance(message, AddRequest):
+                self._sent.append(len(message.prompt_token_ids))
+
+    def overflow(self, config: EngineConfig, prompt_len: int) -> tuple[int, int]:
+        """Requests and prompt tokens by which its queue would exceed its limits with this prompt."""
+        unread = [*self._sent_before, *self._sent, prompt_len]
+        return (
+            _beyond(self.stats.num_waiting + len(unread), config.max_num_queued_reqs),
+            _beyond(self.stats.num_queued_tokens + sum(unread), config.max_num_queued_tokens),
+        )
 
     async def news(self) -> AsyncIterator[list[SequenceOutput]]:
         """What each step brings, without end.
@@ -62,6 +78,8 @@ class Replica:
                     waiting.set_result(message)
                 continue
             self.stats = message.stats
+            idle = not (self.stats.num_running or self.stats.num_waiting)
+            self._sent_before, self._sent = [] if idle else self._sent, []
             self._record()
             self._pool_watch.take(message.pool)
             yield message.outputs
@@ -93,8 +111,12 @@ class Replica:
     def die(self, error: EngineDeadError) -> None:
         """It will never answer again."""
         self.dead = error
-        idle = {"num_running": 0, "num_waiting": 0, "kv_cache_usage": 0.0, "iteration_tokens": 0}
-        self.stats = msgspec.structs.replace(self.stats, **idle, device_step_seconds=0.0)
+        idle = dict.fromkeys(
+            ("num_running", "num_waiting", "num_queued_tokens", "iteration_tokens"), 0
+        )
+        self.stats = msgspec.structs.replace(
+            self.stats, **idle, kv_cache_usage=0.0, device_step_seconds=0.0
+        )
         self._record()
         for waiting in self._commands.values():
             if not waiting.done():
@@ -132,6 +154,13 @@ async def connect(front_end: FrontEnd, registry: MetricsRegistry) -> list[Replic
     ]
 
 
+def least_full(replicas: Sequence[Replica], config: EngineConfig, prompt_len: int) -> list[int]:
+    """Numbers of those whose queues have room for a prompt, or else lack the least."""
+    over = {replica.number: replica.overflow(config, prompt_len) for replica in replicas}
+    least = min(over.values())
+    return [number for number, beyond in over.items() if beyond == least]
+
+
 def together(replicas: Sequence[Replica]) -> EngineStats:
     """The state of all engines as if they were one; what belongs to one step is left out."""
     stats = [replica.stats for replica in replicas]
@@ -140,6 +169,7 @@ def together(replicas: Sequence[Replica]) -> EngineStats:
     return EngineStats(
         num_running=sum(one.num_running for one in stats),
         num_waiting=sum(one.num_waiting for one in stats),
+        num_queued_tokens=sum(one.num_queued_tokens for one in stats),
         kv_cache_usage=held / pages if pages else 0.0,
         num_preemptions=sum(one.num_preemptions for one in stats),
         prefix_cache_queries=sum(one.prefix_cache_queries for one in stats),
@@ -147,3 +177,7 @@ def together(replicas: Sequence[Replica]) -> EngineStats:
         prefix_cache_epoch=sum(one.prefix_cache_epoch for one in stats),
         step_compilations=sum(one.step_compilations for one in stats),
     )
+
+
+def _beyond(count: int, limit: int | None) -> int:
+    return 0 if limit is None else max(0, count - limit)

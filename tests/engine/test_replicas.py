@@ -18,7 +18,12 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine.async_llm import AsyncLLM
 from jaxpaged.engine.core_client import FrontEnd
 from jaxpaged.engine.core_fleet import CoreFleet
-from jaxpaged.engine.errors import BadRequestError, EngineDeadError, EngineStartError
+from jaxpaged.engine.errors import (
+    BadRequestError,
+    EngineDeadError,
+    EngineStartError,
+    RequestFailedError,
+)
 from jaxpaged.engine.llm import LLM
 from jaxpaged.engine.messages import Command, EngineDead
 from jaxpaged.engine.metrics import MetricsRegistry
@@ -99,6 +104,28 @@ def test_load_spreads_prefixes_gather_and_aborts_arrive():
         assert series(engine, "num_requests_running", 1) == 0
 
     with_engines(work, "--step-seconds", "0.01")
+
+
+@pytest.mark.parametrize("limit", [{"max_num_queued_reqs": 1}, {"max_num_queued_tokens": 300}])
+def test_a_full_queue_sends_requests_to_an_engine_with_room(limit: dict[str, int]):
+    long = list(range(5, 205))
+
+    async def work(engine: AsyncLLM) -> None:
+        async for _ in engine.generate(long, SamplingParams(max_tokens=1), "warm"):
+            pass
+        some = SamplingParams(ignore_eos=True, max_tokens=50)
+        streams = [engine.generate([*long, at], some, str(at)) for at in range(5)]
+        first = [asyncio.create_task(anext(stream)) for stream in streams[:2]]
+        await until(lambda: running(engine) == [1, 1])
+        first += [asyncio.create_task(anext(stream)) for stream in streams[2:4]]
+        await until(lambda: [replica.stats.num_waiting for replica in engine.replicas] == [1, 1])
+        with pytest.raises(RequestFailedError, match="full"):
+            await anext(streams[4])
+        await streams[0].aclose()
+        await streams[1].aclose()
+        assert len(await asyncio.gather(*first)) == 4
+
+    with_engines(work, "--step-seconds", "0.05", max_num_seqs=1, **limit)
 
 
 def test_a_dead_engine_takes_its_own_requests_along_and_no_others():
