@@ -137,6 +137,7 @@ class AsyncLLM:
         self._inputs = InputProcessor(self.info, self.tokenizer, self._grammars)
         self._outputs = OutputProcessor(self.tokenizer)
         self._tasks += [asyncio.create_task(self._read(replica)) for replica in self.replicas]
+        self._tasks += [asyncio.create_task(r.watch(config.engine_timeout)) for r in self.replicas]
         if self._log_stats and front_end.index == 0:
             logging_load = LoadLog(infos).run(lambda: self.stats, self.metrics.totals)
             self._tasks.append(asyncio.create_task(logging_load))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import shutil
@@ -81,7 +82,8 @@ class CoreFleet:
             except ConnectionError:
                 log.debug("the engine's process ended at once; its exit status says more")
             process.stdin.close()
-        return self._front_ends
+        pids = tuple(self.pids)
+        return [dataclasses.replace(front_end, pids=pids) for front_end in self._front_ends]
 
     async def stop(self) -> None:
         """End the processes, by force if they do not end themselves, and remove the folder."""

@@ -12,6 +12,7 @@ from jaxpaged.engine.core_client import CoreClient, FrontEnd
 from jaxpaged.engine.errors import BadRequestError, EngineDeadError
 from jaxpaged.engine.messages import (
     AddRequest,
+    AskPool,
     Command,
     CommandDone,
     EngineInfo,
@@ -22,6 +23,8 @@ from jaxpaged.engine.messages import (
 )
 from jaxpaged.engine.metrics import Metrics, MetricsRegistry
 from jaxpaged.engine.pool_watch import PoolWatch
+
+TIMEOUT_PARTS = 10  # how often an engine is looked after while it has time to answer
 
 
 class Replica:
@@ -48,17 +51,19 @@ class Replica:
         # computed, since a core reads between steps.
         self._sent: list[int] = []
         self._sent_before: list[int] = []
+        self._silent: int | None = None  # parts of its time since a message; None: answered
         self._record()
 
     def send(self, message: FrontMessage) -> None:
         """Send without waiting; nothing happens if it is dead."""
         if self.dead is None:
             self._core.send(message)
+            self._silent = self._silent or 0
             if isinstance(message, AddRequest):
                 self._sent.append(len(message.prompt_token_ids))
 
     def overflow(self, config: EngineConfig, prompt_len: int) -> tuple[int, int]:
-        """Requests and prompt tokens by which its queue would exceed its limits with this prompt."""
+        """Requests and prompt tokens that its queue would have too many of with this prompt."""
         unread = [*self._sent_before, *self._sent, prompt_len]
         return (
             _beyond(self.stats.num_waiting + len(unread), config.max_num_queued_reqs),
@@ -72,6 +77,7 @@ class Replica:
             EngineDeadError: it failed or its process ended.
         """
         async for message in self._core.news():
+            self._silent = None
             if isinstance(message, CommandDone):
                 waiting = self._commands.get(message.number)
                 if waiting is not None and not waiting.done():
@@ -83,6 +89,25 @@ class Replica:
             self._record()
             self._pool_watch.take(message.pool)
             yield message.outputs
+
+    async def watch(self, timeout: float) -> None:
+        """Kill its process once it leaves a message unanswered for `timeout` seconds (0: never).
+
+        A core answers whatever it is sent with its state, a step later at most; one that nothing is
+        sent to is asked. Only time in which this process runs counts, and no time of a command.
+        """
+        while timeout and self.dead is None:
+            await asyncio.sleep(timeout / TIMEOUT_PARTS)
+            if self._silent is None:
+                self.send(AskPool())
+            elif self._silent == TIMEOUT_PARTS:
+                self._core.kill(
+                    f"engine {self.number} did not answer for {timeout:g} s and was killed "
+                    "(--engine-timeout)"
+                )
+                return
+            elif not self._commands:
+                self._silent += 1
 
     async def command(self, command: Command) -> str | None:
         """Have it do something beside requests.

@@ -6,7 +6,9 @@ import asyncio
 import os
 import re
 import signal
+import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -32,6 +34,7 @@ from jaxpaged.page_keys import page_keys
 from jaxpaged.sampling_params import SamplingParams
 
 ENDLESS = SamplingParams(ignore_eos=True, max_tokens=200)
+TWO_ENGINES = EngineConfig(skip_tokenizer_init=True, data_parallel_size=2)
 FEW = SamplingParams(ignore_eos=True, max_tokens=3)
 
 
@@ -46,6 +49,24 @@ def with_engines(work: Callable[[AsyncLLM], Awaitable[None]], *core: str, **sett
             await engine.shutdown()
 
     asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def with_front_ends(work: Callable[..., Awaitable[None]], *configs: EngineConfig) -> None:
+    """Engines behind several front ends, each with settings of its own."""
+
+    async def run() -> None:
+        fleet = CoreFleet(configs[0], (*FAKE_CORE, "--step-seconds", "0.01"), len(configs))
+        started = zip(configs, await fleet.launch(), strict=True)
+        engines = [AsyncLLM(config, front_end=front_end) for config, front_end in started]
+        try:
+            await asyncio.gather(*(engine.start() for engine in engines))
+            await work(*engines)
+        finally:
+            for engine in engines:
+                await engine.shutdown()
+            await fleet.stop()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
 
 
 async def until(true: Callable[[], bool]) -> None:
@@ -162,30 +183,45 @@ def test_a_dead_engine_takes_its_own_requests_along_and_no_others():
 def test_all_routers_forget_what_one_front_end_resets():
     long = list(range(5, 105))
 
-    async def run() -> None:
-        config = EngineConfig(skip_tokenizer_init=True, data_parallel_size=2)
-        fleet = CoreFleet(config, FAKE_CORE, num_front_ends=2)
-        engines = [AsyncLLM(config, front_end=front_end) for front_end in await fleet.launch()]
-        await asyncio.gather(*(engine.start() for engine in engines))
-        try:
-            for engine in engines:
-                async for _ in engine.generate(long, FEW, "long"):
-                    pass
-            assert [missing(engine) for engine in engines] == [100 % 16] * 2
-            await engines[0].command("reset_prefix_cache")
-            for engine in engines:
-                await until(lambda engine=engine: missing(engine) == 100)
-        finally:
-            for engine in engines:
-                await engine.shutdown()
-            await fleet.stop()
+    async def work(*engines: AsyncLLM) -> None:
+        for engine in engines:
+            async for _ in engine.generate(long, FEW, "long"):
+                pass
+        assert [missing(engine) for engine in engines] == [100 % 16] * 2
+        await engines[0].command("reset_prefix_cache")
+        for engine in engines:
+            await until(lambda engine=engine: missing(engine) == 100)
 
     def missing(engine: AsyncLLM) -> int:
         """Tokens of the prompt that its engine would compute, as far as is known."""
         holds = max((0, 1), key=lambda at: len(engine._router._held[at]))
         return 100 - 16 * engine._router._num_held(holds, page_keys(long, 16))
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    with_front_ends(work, TWO_ENGINES, TWO_ENGINES)
+
+
+def test_an_engine_that_hangs_is_killed_and_everybody_hears_why():
+    async def work(watching: AsyncLLM, other: AsyncLLM) -> None:
+        hung, pids = [engine.replicas[1] for engine in (watching, other)], other._front_end.pids
+        stream = other.generate([5], ENDLESS, "x")  # this front end's first turn is engine 1's
+        await anext(stream)
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        command = asyncio.create_task(watching.replicas[0].command(Command(0, "start_profile")))
+        began = time.monotonic()
+        with pytest.raises(EngineDeadError, match=r"^engine 1 did not answer for 2 s"):
+            async for _ in stream:
+                pass
+        assert time.monotonic() - began > 2
+        await until(lambda: None not in [replica.dead for replica in hung])
+        assert str(hung[0].dead) == str(hung[1].dead)
+        await asyncio.sleep(0.5)
+        os.kill(pids[0], signal.SIGCONT)
+        await command
+        assert len(watching.living) == len(other.living) == 1, "a command may take its time"
+
+    watching, other = (replace(TWO_ENGINES, engine_timeout=timeout) for timeout in (2.0, 0.0))
+    with_front_ends(work, watching, other)
 
 
 def test_commands_go_to_all():
