@@ -33,7 +33,7 @@ from jaxpaged.engine.messages import (
 )
 from jaxpaged.engine.metrics import MetricsRegistry, RequestTimes
 from jaxpaged.engine.output_processor import OutputProcessor
-from jaxpaged.engine.replica import Replica, connect, least_full, together
+from jaxpaged.engine.replica import Replica, connect, least_full, living_pages, together
 from jaxpaged.engine.router import TYPICAL_OUTPUT, Route, Router
 from jaxpaged.engine.tokenizer import Tokenizer, generation_defaults
 from jaxpaged.outputs import RequestOutput
@@ -139,7 +139,8 @@ class AsyncLLM:
         self._tasks += [asyncio.create_task(self._read(replica)) for replica in self.replicas]
         self._tasks += [asyncio.create_task(r.watch(config.engine_timeout)) for r in self.replicas]
         if self._log_stats and front_end.index == 0:
-            logging_load = LoadLog(infos).run(lambda: self.stats, self.metrics.totals)
+            load_log = LoadLog(lambda: living_pages(self.replicas))
+            logging_load = load_log.run(lambda: self.stats, self.metrics.totals)
             self._tasks.append(asyncio.create_task(logging_load))
         return self.info
 

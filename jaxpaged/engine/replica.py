@@ -186,10 +186,15 @@ def least_full(replicas: Sequence[Replica], config: EngineConfig, prompt_len: in
     return [number for number, beyond in over.items() if beyond == least]
 
 
+def living_pages(replicas: Sequence[Replica]) -> int:
+    """Pages of those that live."""
+    return sum(replica.info.num_pages for replica in replicas if replica.dead is None)
+
+
 def together(replicas: Sequence[Replica]) -> EngineStats:
     """The state of all engines as if they were one; what belongs to one step is left out."""
     stats = [replica.stats for replica in replicas]
-    pages = sum(replica.info.num_pages for replica in replicas if replica.dead is None)
+    pages = living_pages(replicas)
     held = sum(r.stats.kv_cache_usage * r.info.num_pages for r in replicas)
     return EngineStats(
         num_running=sum(one.num_running for one in stats),

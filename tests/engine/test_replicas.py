@@ -17,6 +17,7 @@ import zmq
 from fake_server import FAKE_CORE
 
 from jaxpaged.config import EngineConfig
+from jaxpaged.engine import load_log
 from jaxpaged.engine.async_llm import AsyncLLM
 from jaxpaged.engine.core_client import FrontEnd
 from jaxpaged.engine.core_fleet import CoreFleet
@@ -41,7 +42,7 @@ FEW = SamplingParams(ignore_eos=True, max_tokens=3)
 def with_engines(work: Callable[[AsyncLLM], Awaitable[None]], *core: str, **settings) -> None:
     async def run() -> None:
         config = EngineConfig(skip_tokenizer_init=True, data_parallel_size=2, **settings)
-        engine = AsyncLLM(config, core_command=(*FAKE_CORE, *core))
+        engine = AsyncLLM(config, core_command=(*FAKE_CORE, *core), log_stats=True)
         await engine.start()
         try:
             await work(engine)
@@ -124,7 +125,7 @@ def test_load_spreads_prefixes_gather_and_aborts_arrive():
         assert sorted(prompts) == [2, 2 + 4 * 101], "whoever computed the prefix got the rest"
         assert series(engine, "num_requests_running", 1) == 0
 
-    with_engines(work, "--step-seconds", "0.01")
+    with_engines(work, "--step-seconds", "0.02")
 
 
 @pytest.mark.parametrize("limit", [{"max_num_queued_reqs": 1}, {"max_num_queued_tokens": 300}])
@@ -149,25 +150,34 @@ def test_a_full_queue_sends_requests_to_an_engine_with_room(limit: dict[str, int
     with_engines(work, "--step-seconds", "0.05", max_num_seqs=1, **limit)
 
 
-def test_a_dead_engine_takes_its_own_requests_along_and_no_others():
+def test_a_dead_engine_takes_its_own_requests_along_and_no_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(load_log, "STATS_SECONDS", 0.2)
+    caplog.set_level("INFO", load_log.__name__)
+
     async def work(engine: AsyncLLM) -> None:
-        async def collect(first: int) -> int:
-            count = 0
-            async for output in engine.generate([first], ENDLESS, str(first)):
+        async def collect(first: int, most: int = 20) -> int:
+            count, params = 0, SamplingParams(ignore_eos=True, max_tokens=most)
+            async for output in engine.generate([first], params, str(first)):
                 count += len(output.outputs[0].token_ids)
             return count
 
-        waiting = [asyncio.create_task(collect(5 + at)) for at in range(4)]
+        waiting = [asyncio.create_task(collect(5 + at, 120)) for at in range(4)]
         await until(lambda: running(engine) == [2, 2])
         os.kill(engine._fleet.pids[1], signal.SIGKILL)
         results = await asyncio.gather(*waiting, return_exceptions=True)
         died = [result for result in results if isinstance(result, EngineDeadError)]
-        assert [result for result in results if result not in died] == [200, 200]
+        assert [result for result in results if result not in died] == [120, 120]
         assert len(died) == 2 and "engine 1's process" in str(died[0]) and "-9" in str(died[0])
         assert engine.dead is None and engine.replicas[1].dead is not None
         assert [series(engine, "engine_up", number) for number in (0, 1)] == [1, 0]
         assert series(engine, "num_requests_running", 1) == 0
-        assert await asyncio.gather(*(collect(5) for _ in range(3))) == [200] * 3
+        assert "of 128 used" in caplog.text
+        caplog.clear()
+        assert await asyncio.gather(*(collect(5) for _ in range(3))) == [20] * 3
+        await until(lambda: "of 64 used" in caplog.text)
+        assert "of 128" not in caplog.text
         await engine.command("reset_prefix_cache")
         replica, picture = await engine.pool()
         assert replica.number == 0 and picture is not None
@@ -177,7 +187,7 @@ def test_a_dead_engine_takes_its_own_requests_along_and_no_others():
             with pytest.raises(EngineDeadError):
                 await work
 
-    with_engines(work, "--step-seconds", "0.005")
+    with_engines(work, "--step-seconds", "0.02")
 
 
 def test_all_routers_forget_what_one_front_end_resets():
