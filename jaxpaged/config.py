@@ -113,6 +113,12 @@ class EngineConfig:
     distributed_timeout: float = setting(
         300.0, "until all hosts must have come together", metavar="SECONDS"
     )
+    engine_timeout: float = setting(
+        300.0,
+        "a served engine that does not answer for so long is killed (0: never); more than any step "
+        "takes, its compilation included",
+        metavar="SECONDS",
+    )
     seed: int = setting(0, "origin of every random draw that has no seed of its own")
     generation_config: str = setting(
         "auto",
@@ -210,6 +216,7 @@ class EngineConfig:
         require(self, "seed", -(2**63) <= self.seed < 2**63, "a 64-bit int")
         require(self, "gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "in (0, 1]")
         require(self, "cpu_offload_gb", 0 <= self.cpu_offload_gb < float("inf"), "at least 0")
+        require(self, "engine_timeout", 0 <= self.engine_timeout < float("inf"), "at least 0")
         require(self, "block_size", self.block_size in (16, 32, 64, 128), "16, 32, 64 or 128")
         for name in (
             "tensor_parallel_size",

@@ -204,9 +204,9 @@ def test_a_client_that_goes_away_is_aborted(serving: Serving) -> None:
         http.stream("POST", serving.url + "/v1/completions", json=body) as response,
     ):
         next(response.iter_lines())
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 10
     while serving.gauge("num_requests_running") or serving.gauge("kv_cache_usage_perc"):
-        assert time.monotonic() < deadline, "still running two seconds after the client left"
+        assert time.monotonic() < deadline, "still running ten seconds after the client left"
         time.sleep(0.05)
     assert "Traceback" not in serving.text
 

@@ -33,7 +33,7 @@ from jaxpaged.engine.messages import (
 )
 from jaxpaged.engine.metrics import MetricsRegistry, RequestTimes
 from jaxpaged.engine.output_processor import OutputProcessor
-from jaxpaged.engine.replica import Replica, connect, together
+from jaxpaged.engine.replica import Replica, connect, least_full, living_pages, together
 from jaxpaged.engine.router import TYPICAL_OUTPUT, Route, Router
 from jaxpaged.engine.tokenizer import Tokenizer, generation_defaults
 from jaxpaged.outputs import RequestOutput
@@ -137,8 +137,10 @@ class AsyncLLM:
         self._inputs = InputProcessor(self.info, self.tokenizer, self._grammars)
         self._outputs = OutputProcessor(self.tokenizer)
         self._tasks += [asyncio.create_task(self._read(replica)) for replica in self.replicas]
+        self._tasks += [asyncio.create_task(r.watch(config.engine_timeout)) for r in self.replicas]
         if self._log_stats and front_end.index == 0:
-            logging_load = LoadLog(infos).run(lambda: self.stats, self.metrics.totals)
+            load_log = LoadLog(lambda: living_pages(self.replicas))
+            logging_load = load_log.run(lambda: self.stats, self.metrics.totals)
             self._tasks.append(asyncio.create_task(logging_load))
         return self.info
 
@@ -311,13 +313,12 @@ class AsyncLLM:
             await self._fleet.stop()
 
     def _route(self, request: AddRequest) -> Route:
-        living = [replica.number for replica in self.living]
-        if not living:
-            assert self.dead is not None
+        if self.dead is not None:
             raise self.dead
-        params = request.params
+        params, prompt = request.params, request.prompt_token_ids
         output = params.n * min(params.max_tokens or TYPICAL_OUTPUT, TYPICAL_OUTPUT)
-        return self._router.route(living, request.prompt_token_ids, request.cache_salt, output)
+        engines = least_full(self.living, self.config, len(prompt))
+        return self._router.route(engines, prompt, request.cache_salt, output)
 
     def _abort(self, request_id: str) -> None:
         """End a request that nobody waits for any more; nothing happens if it has ended."""

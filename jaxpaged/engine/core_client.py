@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import os
+import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -19,6 +23,8 @@ from jaxpaged.engine.messages import (
     StepOutputs,
 )
 
+LAST_WORDS_MS = 1000  # for a death to be told while the sockets are closed
+
 
 @dataclass(frozen=True)
 class FrontEnd:
@@ -31,12 +37,14 @@ class FrontEnd:
         folder: where the sockets are.
         index: which of `count` front ends.
         num_engines: cores that all of them share.
+        pids: of their processes.
     """
 
     folder: str
     index: int
     count: int
     num_engines: int
+    pids: tuple[int, ...] = ()
 
     @property
     def metrics_folder(self) -> str:
@@ -59,6 +67,7 @@ class CoreClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(CoreMessage)
         self._context = zmq.Context()
+        self._front_end, self._engine = front_end, engine
         # Sending never waits: a plain socket needs no future for each message.
         self._sink = self._context.socket(zmq.PUSH)
         self._source = zmq.asyncio.Socket(self._context, zmq.PULL)
@@ -96,6 +105,18 @@ class CoreClient:
             message = await self._receive()
             if not isinstance(message, EngineInfo):
                 yield message
+
+    def kill(self, reason: str) -> None:
+        """End the core's process, and tell every front end why."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._front_end.pids[self._engine], signal.SIGKILL)
+        for index in range(self._front_end.count):
+            with self._context.socket(zmq.PUSH) as socket:
+                socket.linger = LAST_WORDS_MS
+                socket.connect(
+                    dataclasses.replace(self._front_end, index=index).from_core(self._engine)
+                )
+                socket.send(self._encoder.encode(EngineDead(reason)))
 
     def close(self) -> None:
         """Close the sockets; what was not sent is lost."""

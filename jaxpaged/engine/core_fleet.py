@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -81,7 +83,8 @@ class CoreFleet:
             except ConnectionError:
                 log.debug("the engine's process ended at once; its exit status says more")
             process.stdin.close()
-        return self._front_ends
+        pids = tuple(self.pids)
+        return [dataclasses.replace(front_end, pids=pids) for front_end in self._front_ends]
 
     async def stop(self) -> None:
         """End the processes, by force if they do not end themselves, and remove the folder."""
@@ -139,13 +142,13 @@ def split_devices(
         num_devices: of each engine.
 
     Raises:
-        ValueError: there are too few cards.
+        ValueError: there are too few cards, or `given` names one twice or one that is not there.
     """
-    cards = [str(card) for card in range(num_cards)]
-    if given is not None:
-        cards = [card.strip() for card in given.split(",") if card.strip()]
     if num_engines == 1 or not num_cards:
         return [None] * num_engines
+    cards = [str(card) for card in range(num_cards)]
+    if given is not None:
+        cards = _named_cards(given, num_cards)
     if len(cards) < num_engines * num_devices:
         where = "this machine has" if given is None else f"{DEVICES} names"
         raise ValueError(
@@ -154,6 +157,25 @@ def split_devices(
         )
     starts = range(0, num_engines * num_devices, num_devices)
     return [",".join(cards[start : start + num_devices]) for start in starts]
+
+
+def _named_cards(given: str, num_cards: int) -> list[str]:
+    """Cards that CUDA_VISIBLE_DEVICES names. For CUDA, too, it ends at what names none, say -1."""
+    cards: list[str] = []
+    for card in map(str.strip, given.split(",")):
+        if not re.fullmatch(r"[0-9]+|(GPU|MIG)-.+", card):
+            break
+        if card.isdigit() and int(card) >= num_cards:
+            raise ValueError(
+                f"{DEVICES}={given} names card {card}, and this machine has {num_cards}: "
+                f"0 to {num_cards - 1}"
+            )
+        if card in cards:
+            raise ValueError(
+                f"{DEVICES}={given} names card {card} twice: each engine needs its own"
+            )
+        cards.append(card)
+    return cards
 
 
 def _num_cards() -> int:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from jaxpaged.engine.messages import EngineInfo, EngineStats
+from jaxpaged.engine.messages import EngineStats
 from jaxpaged.engine.metrics import Totals
 
 log = logging.getLogger(__name__)
@@ -18,11 +18,11 @@ class LoadLog:
     """What happened between two lines.
 
     Args:
-        infos: of all engines.
+        num_pages: tells those of all engines that live.
     """
 
-    def __init__(self, infos: Sequence[EngineInfo]) -> None:
-        self._num_pages = sum(info.num_pages for info in infos)
+    def __init__(self, num_pages: Callable[[], int]) -> None:
+        self._num_pages = num_pages
         self._stats, self._totals = EngineStats(), Totals()
 
     async def run(self, stats: Callable[[], EngineStats], totals: Callable[[], Totals]) -> None:
@@ -43,10 +43,11 @@ class LoadLog:
             return None
         looked_up = stats.prefix_cache_queries - before.prefix_cache_queries
         hits = (stats.prefix_cache_hits - before.prefix_cache_hits) / max(1, looked_up)
-        used = round(stats.kv_cache_usage * self._num_pages)
+        pages = self._num_pages()
+        used = round(stats.kv_cache_usage * pages)
         return (
             f"running {stats.num_running}, waiting {stats.num_waiting}, pages {used} of "
-            f"{self._num_pages} used ({stats.kv_cache_usage:.1%}), prefix cache hits {hits:.1%}, "
+            f"{pages} used ({stats.kv_cache_usage:.1%}), prefix cache hits {hits:.1%}, "
             f"preemptions {stats.num_preemptions - before.num_preemptions}, prompt "
             f"{prompt / seconds:.1f} tokens/s, generation {generated / seconds:.1f} tokens/s"
         )

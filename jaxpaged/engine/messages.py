@@ -95,6 +95,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
 
     num_running: int = 0
     num_waiting: int = 0
+    num_queued_tokens: int = 0  # of the prompts that were never admitted
     kv_cache_usage: float = 0.0  # share of pages that sequences hold, 0-1
     num_preemptions: int = 0
     prefix_cache_queries: int = 0  # tokens

@@ -7,9 +7,12 @@ from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
+from jaxpaged.config import EngineConfig
 from jaxpaged.engine.core_client import CoreClient, FrontEnd
 from jaxpaged.engine.errors import BadRequestError, EngineDeadError
 from jaxpaged.engine.messages import (
+    AddRequest,
+    AskPool,
     Command,
     CommandDone,
     EngineInfo,
@@ -20,6 +23,8 @@ from jaxpaged.engine.messages import (
 )
 from jaxpaged.engine.metrics import Metrics, MetricsRegistry
 from jaxpaged.engine.pool_watch import PoolWatch
+
+TIMEOUT_PARTS = 10  # how often an engine is looked after while it has time to answer
 
 
 class Replica:
@@ -42,12 +47,28 @@ class Replica:
         self._core, self._records_steps = core, records_steps
         self._pool_watch = PoolWatch(self.send)
         self._commands: dict[int, asyncio.Future[CommandDone]] = {}  # by number, unanswered
+        # Lengths of prompts that `stats` may not count: sent since it came, or while that step was
+        # computed, since a core reads between steps.
+        self._sent: list[int] = []
+        self._sent_before: list[int] = []
+        self._silent: int | None = None  # parts of its time since a message; None: answered
         self._record()
 
     def send(self, message: FrontMessage) -> None:
         """Send without waiting; nothing happens if it is dead."""
         if self.dead is None:
             self._core.send(message)
+            self._silent = self._silent or 0
+            if isinstance(message, AddRequest):
+                self._sent.append(len(message.prompt_token_ids))
+
+    def overflow(self, config: EngineConfig, prompt_len: int) -> tuple[int, int]:
+        """Requests and prompt tokens that its queue would have too many of with this prompt."""
+        unread = [*self._sent_before, *self._sent, prompt_len]
+        return (
+            _beyond(self.stats.num_waiting + len(unread), config.max_num_queued_reqs),
+            _beyond(self.stats.num_queued_tokens + sum(unread), config.max_num_queued_tokens),
+        )
 
     async def news(self) -> AsyncIterator[list[SequenceOutput]]:
         """What each step brings, without end.
@@ -56,15 +77,37 @@ class Replica:
             EngineDeadError: it failed or its process ended.
         """
         async for message in self._core.news():
+            self._silent = None
             if isinstance(message, CommandDone):
                 waiting = self._commands.get(message.number)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(message)
                 continue
             self.stats = message.stats
+            idle = not (self.stats.num_running or self.stats.num_waiting)
+            self._sent_before, self._sent = [] if idle else self._sent, []
             self._record()
             self._pool_watch.take(message.pool)
             yield message.outputs
+
+    async def watch(self, timeout: float) -> None:
+        """Kill its process once it leaves a message unanswered for `timeout` seconds (0: never).
+
+        A core answers whatever it is sent with its state, a step later at most; one that nothing is
+        sent to is asked. Only time in which this process runs counts, and no time of a command.
+        """
+        while timeout and self.dead is None:
+            await asyncio.sleep(timeout / TIMEOUT_PARTS)
+            if self._silent is None:
+                self.send(AskPool())
+            elif self._silent == TIMEOUT_PARTS:
+                self._core.kill(
+                    f"engine {self.number} did not answer for {timeout:g} s and was killed "
+                    "(--engine-timeout)"
+                )
+                return
+            elif not self._commands:
+                self._silent += 1
 
     async def command(self, command: Command) -> str | None:
         """Have it do something beside requests.
@@ -93,8 +136,12 @@ class Replica:
     def die(self, error: EngineDeadError) -> None:
         """It will never answer again."""
         self.dead = error
-        idle = {"num_running": 0, "num_waiting": 0, "kv_cache_usage": 0.0, "iteration_tokens": 0}
-        self.stats = msgspec.structs.replace(self.stats, **idle, device_step_seconds=0.0)
+        idle = dict.fromkeys(
+            ("num_running", "num_waiting", "num_queued_tokens", "iteration_tokens"), 0
+        )
+        self.stats = msgspec.structs.replace(
+            self.stats, **idle, kv_cache_usage=0.0, device_step_seconds=0.0
+        )
         self._record()
         for waiting in self._commands.values():
             if not waiting.done():
@@ -132,14 +179,27 @@ async def connect(front_end: FrontEnd, registry: MetricsRegistry) -> list[Replic
     ]
 
 
+def least_full(replicas: Sequence[Replica], config: EngineConfig, prompt_len: int) -> list[int]:
+    """Numbers of those whose queues have room for a prompt, or else lack the least."""
+    over = {replica.number: replica.overflow(config, prompt_len) for replica in replicas}
+    least = min(over.values())
+    return [number for number, beyond in over.items() if beyond == least]
+
+
+def living_pages(replicas: Sequence[Replica]) -> int:
+    """Pages of those that live."""
+    return sum(replica.info.num_pages for replica in replicas if replica.dead is None)
+
+
 def together(replicas: Sequence[Replica]) -> EngineStats:
     """The state of all engines as if they were one; what belongs to one step is left out."""
     stats = [replica.stats for replica in replicas]
-    pages = sum(replica.info.num_pages for replica in replicas if replica.dead is None)
+    pages = living_pages(replicas)
     held = sum(r.stats.kv_cache_usage * r.info.num_pages for r in replicas)
     return EngineStats(
         num_running=sum(one.num_running for one in stats),
         num_waiting=sum(one.num_waiting for one in stats),
+        num_queued_tokens=sum(one.num_queued_tokens for one in stats),
         kv_cache_usage=held / pages if pages else 0.0,
         num_preemptions=sum(one.num_preemptions for one in stats),
         prefix_cache_queries=sum(one.prefix_cache_queries for one in stats),
@@ -147,3 +207,7 @@ def together(replicas: Sequence[Replica]) -> EngineStats:
         prefix_cache_epoch=sum(one.prefix_cache_epoch for one in stats),
         step_compilations=sum(one.step_compilations for one in stats),
     )
+
+
+def _beyond(count: int, limit: int | None) -> int:
+    return 0 if limit is None else max(0, count - limit)

@@ -45,12 +45,12 @@ class Router:
         return tuple(self._load)
 
     def route(
-        self, living: Iterable[int], token_ids: Sequence[int], salt: str | None, output: int
+        self, engines: Iterable[int], token_ids: Sequence[int], salt: str | None, output: int
     ) -> Route:
-        """Choose one of the living engines for a prompt, and count it there.
+        """Choose one of the engines for a prompt, and count it there.
 
         Args:
-            living: numbers of engines, at least one.
+            engines: numbers of those that may get it, at least one.
             salt: prompts of another salt share no pages.
             output: tokens that it may make, over all choices.
         """
@@ -59,7 +59,7 @@ class Router:
             keys = page_keys(token_ids, self._page_size, origin=salt)
         missing = {
             engine: len(token_ids) - self._page_size * self._num_held(engine, keys)
-            for engine in living
+            for engine in engines
         }
         count = len(self._load)
         chosen = min(

@@ -80,19 +80,28 @@ def report_outside_pool(device: jax.Device) -> None:
     """Log what of a card is in use beside XLA's pool: CUDA context, graphs, other processes."""
     stats = device.memory_stats() or {}
     pool = stats.get("pool_bytes") or stats.get("bytes_limit")
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i"]
     try:
-        used = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-        used_bytes = int(used.stdout.splitlines()[device.local_hardware_id or 0]) << 20
+        card = _card(device.local_hardware_id or 0)
+        used = subprocess.run(
+            [*command, card], capture_output=True, text=True, timeout=10, check=True
+        )
+        used_bytes = int(used.stdout) << 20
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return  # no tool to measure with
     if pool is not None:
         log.info(
-            "memory: %.2f GiB of card %d are in use outside XLA's pool of %.2f GiB",
+            "memory: %.2f GiB of card %s are in use outside XLA's pool of %.2f GiB",
             (used_bytes - pool) / GIB,
-            device.local_hardware_id or 0,
+            card,
             pool / GIB,
         )
+
+
+def _card(index: int) -> str:
+    """What nvidia-smi, which shows all cards, calls this process's card of that number."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return str(index) if visible is None else visible.split(",")[index].strip()
 
 
 def shard_bytes(leaf: Any) -> int:

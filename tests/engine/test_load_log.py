@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 from jaxpaged.engine.load_log import LoadLog
-from jaxpaged.engine.messages import EngineInfo, EngineStats
+from jaxpaged.engine.messages import EngineStats
 from jaxpaged.engine.metrics import Totals
 
 
-def test_a_line_about_the_load(info: EngineInfo):
-    load = LoadLog([info])
+def test_a_line_about_the_load():
+    load = LoadLog(lambda: 8)
     assert load.line(EngineStats(), Totals(), 10.0) is None
     stats = EngineStats(
         num_waiting=3, kv_cache_usage=0.25, prefix_cache_queries=40, prefix_cache_hits=10
@@ -17,8 +17,8 @@ def test_a_line_about_the_load(info: EngineInfo):
     )
 
 
-def test_the_line_is_about_its_seconds_alone(info: EngineInfo):
-    load = LoadLog([info, info])
+def test_the_line_is_about_its_seconds_alone():
+    load = LoadLog(lambda: 16)
     before = EngineStats(num_running=1, prefix_cache_queries=40, num_preemptions=2)
     load.line(before, Totals(prompt_tokens=7), 10.0)
     after = EngineStats(

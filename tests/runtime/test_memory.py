@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ from jaxpaged.runtime.memory import (
     check_model_len,
     claim_memory,
     page_budget,
+    report_outside_pool,
     scarcest_memory,
 )
 
@@ -69,6 +71,30 @@ def test_xla_may_take_what_offloaded_weights_need_of_the_host(
     assert os.environ[limit] == "none"
     claim_memory(EngineConfig(cpu_offload_gb=40, tensor_parallel_size=2))
     assert os.environ[limit] == "96"  # 1.1 x 80 and 8
+
+
+@pytest.mark.parametrize(
+    ("visible", "index", "card", "used"),
+    [(None, 1, "1", 3), ("2, 0", 0, "2", 5), ("2, 0", 1, "0", 2), ("2,GPU-b", 1, "GPU-b", 3)],
+)
+def test_what_is_outside_the_pool_is_told_of_the_process_own_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    visible: str | None, index: int, card: str, used: int,
+) -> None:  # fmt: skip
+    tool = tmp_path / "nvidia-smi"  # GiB in use of each card
+    cases = "0) echo 2048;; 1|GPU-b) echo 3072;; 2) echo 5120;; *) exit 6;;"
+    tool.write_text(f'#!/bin/sh\nfor last; do :; done\ncase "$last" in {cases} esac\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    caplog.set_level("INFO")
+    device: Any = SimpleNamespace(
+        local_hardware_id=index, memory_stats=lambda: {"bytes_limit": GIB}
+    )
+    report_outside_pool(device)
+    assert f"{used - 1:.2f} GiB of card {card} are in use outside XLA's pool of 1.00" in caplog.text
 
 
 def test_no_room_names_the_utilization_that_would_do() -> None:

@@ -50,9 +50,9 @@ def left_over(pids: list[int]) -> list[int]:
 
 def test_one_engine_of_two_dies():
     flags = (*FAST, "-dp", "2", "--enable-admin")
-    with running(*flags, core="--step-seconds 0.02") as server, ThreadPoolExecutor() as pool:
+    with running(*flags, core="--step-seconds 0.04") as server, ThreadPoolExecutor() as pool:
         assert (server.get("/health").status_code, server.get("/health").text) == (200, "")
-        streams = [pool.submit(events, server) for _ in range(4)]
+        streams = [pool.submit(events, server, max_tokens=130) for _ in range(4)]
         eventually(lambda: server.metric("num_requests_running", engine="0") == 2)
         eventually(lambda: server.metric("num_requests_running", engine="1") == 2)
         state = server.get("/engine_state").json()
@@ -86,7 +86,7 @@ def test_two_servers_share_two_engines():
         *FAST, "--api-server-count", "2", "-dp", "2", "--enable-log-requests",
         "--enable-admin", "--shutdown-timeout", "10",
     )  # fmt: skip
-    with running(*flags, core="--step-seconds 0.01") as server:
+    with running(*flags, core="--step-seconds 0.03") as server:
         pid = server.process.pid
         pids = children(pid)
         assert (len(named(pid, "api_server")), len(named(pid, "fake_core"))) == (2, 2)
@@ -115,7 +115,7 @@ def test_two_servers_share_two_engines():
         check_error(server.get("/v1/responses/x"), 400, "--api-server-count 1")
 
         with ThreadPoolExecutor() as pool:
-            streams = [pool.submit(events, server, max_tokens=100) for _ in range(4)]
+            streams = [pool.submit(events, server, max_tokens=80) for _ in range(4)]
             eventually(lambda: server.get("/engine_state").json()["num_requests_running"] == 4)
             assert server.stop() == 0
             assert [stream.result(10)[-1]["choices"][0]["finish_reason"] for stream in streams] == [
