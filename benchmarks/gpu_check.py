@@ -28,8 +28,18 @@ FILES = (
     "offline_throughput_qwen3-0.6b_fixed",
     "profile_step_qwen3-0.6b",
     "compare_hf_gpu_qwen2.5-7b",
+    "engines_qwen2.5-7b_floats",
+    "engines_qwen2.5-7b_integers",
+    "engines_llama-3.1-8b_floats",
+    "engines_llama-3.1-8b_integers",
+    "engines_qwen2.5-72b",
+    "engines_qwen2.5-32b_offload",
+    "engines_qwen2.5-32b_two",
+    "serving_qwen2.5-7b_dp1",
+    "serving_qwen2.5-7b_dp2_two_servers",
 )
 HEADS = ("28/4/128", "32/8/128", "16/8/128")
+ALONE, RATE = "bfloat16", "256 x 512/128, tok/s"  # of `benchmarks.engines`: an engine, a column
 DECODE_SHARES = {
     "B 256, context 1024": 0.95,
     "B 64, context 4096": 0.95,
@@ -57,7 +67,7 @@ def find(rows: list[dict[str, Any]], value: str, /, **where: Any) -> float | Non
     """A field of the row in which the others are as given; None if there is none."""
     for row in rows:
         if all(row.get(key) == wanted for key, wanted in where.items()):
-            return row[value]
+            return row.get(value)
     return None
 
 
@@ -138,6 +148,51 @@ def targets() -> Iterator[Target]:
         1.0,
         at_least=True,
     )
+    yield from targets_of_quantized()
+    for batch, bound in ((1, 1.65), (64, 1.75)):
+        yield Target(
+            f"qwen2.5-32b, -tp 2, decode step, batch {batch}, times one GPU",
+            "engines_qwen2.5-32b_two",
+            lambda r, batch=batch: engine_ratio(  # type: ignore[misc]
+                r, ALONE, "-tp 2", f"B {batch}, ms"
+            ),
+            bound,
+            at_least=True,
+        )
+
+
+def targets_of_quantized() -> Iterator[Target]:
+    """Of Qwen2.5-7B; the head stays in bfloat16 unless a line says otherwise."""
+    floats, integers = "engines_qwen2.5-7b_floats", "engines_qwen2.5-7b_integers"
+    fp8 = "fp8_per_channel"
+    for file, flags, batch, bound in (
+        (floats, f"-q {fp8}", 1, 2.6),
+        (floats, f"-q {fp8} --quantize-lm-head", 1, 2.4),
+        (floats, f"-q {fp8}", 64, 3.9),
+        (integers, "-q int4_per_group_weight_only", 1, 1.9),
+    ):
+        yield Target(
+            f"qwen2.5-7b {flags}, decode step, context 1024, batch {batch}, ms",
+            file,
+            lambda r, flags=flags, batch=batch: find(  # type: ignore[misc]
+                r["rows"], f"B {batch}, ms", engine=flags
+            ),
+            bound,
+        )
+    for flags, bound in ((f"-q {fp8}", 1.7), (f"-q {fp8} --kv-cache-dtype fp8", 1.8)):
+        yield Target(
+            f"qwen2.5-7b {flags}, 256 x 512/128, times bfloat16",
+            floats,
+            lambda r, flags=flags: engine_ratio(r, flags, ALONE, RATE),  # type: ignore[misc]
+            bound,
+            at_least=True,
+        )
+
+
+def engine_ratio(result: dict[str, Any], one: str, other: str, column: str) -> float | None:
+    """A figure of one engine by that of another of the same run."""
+    over, under = (find(result["rows"], column, engine=flags) for flags in (one, other))
+    return over / under if over and under else None
 
 
 def prefill_share(rows: list[dict[str, Any]], heads: str) -> float | None:

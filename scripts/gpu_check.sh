@@ -5,8 +5,8 @@
 #
 #   scripts/gpu_check.sh [--only STAGE]... [--real-model DIR]
 #
-# Without --only: kernels models 7b 0.6b hf. Of quantized weights and pages: products quantized
-# quantized-8b large. On two GPUs, what they compute and how fast: two scaling scaling-small.
+# Without --only: kernels models 7b 0.6b hf. Of quantized weights and pages: products floats
+# integers floats-8b integers-8b large offload. On two GPUs: two scaling scaling-small.
 #
 # A stage takes at most nine minutes on an H200; each writes what it has as it goes, and a stage
 # that fails does not stop the others.
@@ -78,19 +78,32 @@ engines() {
   run "$limit" -m benchmarks.engines --model "$M/$model.json" --repeats 2 --calls 1 "$@"
 }
 
-schemes() {
-  local each=()
-  for q in fp8_per_channel fp8_per_tensor int8_per_channel_weight_only int4_per_group_weight_only; do
-    each+=(--engine="-q $q" --engine="-q $q --kv-cache-dtype fp8")
-  done
-  engines "$1" 475 --name "engines_$1_quantized" "${each[@]}"
+floats_of() {
+  local pages="--kv-cache-dtype fp8"
+  engines "$1" 475 --name "engines_$1_floats" --engine= --engine="$pages" \
+    --engine="-q fp8_per_channel" --engine="-q fp8_per_channel $pages" \
+    --engine="-q fp8_per_channel --quantize-lm-head" \
+    --engine="-q fp8_per_tensor" --engine="-q fp8_per_tensor $pages"
 }
 
-quantized() { schemes qwen2.5-7b; }
-quantized-8b() { schemes llama-3.1-8b; }
+integers_of() {
+  local each=()
+  for q in int8_per_channel_weight_only int4_per_group_weight_only; do
+    each+=(--engine="-q $q" --engine="-q $q --kv-cache-dtype fp8")
+  done
+  engines "$1" 300 --name "engines_$1_integers" "${each[@]}"
+}
+
+floats() { floats_of qwen2.5-7b; }
+floats-8b() { floats_of llama-3.1-8b; }
+integers() { integers_of qwen2.5-7b; }
+integers-8b() { integers_of llama-3.1-8b; }
 
 large() {
-  engines qwen2.5-72b 250 --engine="-q fp8_per_channel" --engine="-q int4_per_group_weight_only"
+  engines qwen2.5-72b 300 --engine="-q fp8_per_channel" --engine="-q int4_per_group_weight_only"
+}
+
+offload() {
   engines qwen2.5-32b 200 --calls 0 --engine="--cpu-offload-gb 10" --name engines_qwen2.5-32b_offload
 }
 
@@ -117,7 +130,8 @@ scaling-small() {
 
 for stage in "${stages[@]}"; do
   case $stage in
-    kernels | models | 7b | 0.6b | hf | products | quantized | quantized-8b | large | two | scaling | scaling-small)
+    kernels | models | 7b | 0.6b | hf | products | floats | integers | floats-8b | integers-8b \
+      | large | offload | two | scaling | scaling-small)
       began=$SECONDS
       "$stage"
       echo "--- $stage: $((SECONDS - began)) s"

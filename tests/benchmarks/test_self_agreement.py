@@ -28,8 +28,8 @@ def test_a_text_is_scored_alike_alone_and_beside_others(scheme: str) -> None:
     for way, found in passes(engine, texts):
         kl_N, same_N = agreement(engine.alone, texts, found)
         scored[way] = kl_N.size
-        assert kl_N.mean() <= 1e-3, way
-        assert same_N.mean() >= 0.99, way
+        # Nothing is rounded another way; where anything was, the worst would be 1e-4 or more.
+        assert kl_N.max() < 1e-6 and same_N.all(), way
     assert list(scored.values()) == [NUM * (LENGTH - 1), NUM * LENGTH // 2]
 
 
