@@ -54,8 +54,8 @@ class Gptq(Source):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """What says nothing."""
-        return tuple({"qzeros", "g_idx"} - set(self.tensors))
+        """What says nothing; old writers gave every product a bias, of zeros."""
+        return ("bias", *({"qzeros", "g_idx"} - set(self.tensors)))
 
     def check(self, parts: Sequence[Mapping[str, np.ndarray]]) -> None:
         """Parts of one product share their rows, and so the order of these."""

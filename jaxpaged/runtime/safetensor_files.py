@@ -224,6 +224,12 @@ def _check_names(files: Files, rules: Sequence[Rule], spec: ModelSpec) -> None:
     ]
     if problems:
         raise ModelFilesError(f"{files.path}: the checkpoint {'; it '.join(problems)}")
+    for name in sorted(found & optional - wanted):
+        if name.endswith(".bias") and files.read(name).any():
+            raise ModelFilesError(
+                f"{files.path}: {name} is not zero, but by config.json the model has no such bias: "
+                f"set attention_bias or mlp_bias there if the family has them"
+            )
 
 
 def _check_tied(files: Files, embedding: np.ndarray) -> None:

@@ -174,6 +174,17 @@ def test_calibrated_scales_of_pages_are_no_surprise(tmp_path: Path) -> None:
     load_params(tmp_path, model, progress=False)
 
 
+def test_biases_of_zeros_that_the_model_has_not(tmp_path: Path) -> None:
+    tensors, _ = stored("gptq 4")
+    bias = {f"model.layers.0.mlp.{x}_proj.bias": np.zeros(9, np.float16) for x in ("up", "down")}
+    model = make_decoder(write(tmp_path, "gptq 4", tensors | bias))
+    load_params(tmp_path, model, progress=False)
+    bias["model.layers.0.mlp.up_proj.bias"][3] = 1
+    write(tmp_path, "gptq 4", tensors | bias)
+    with pytest.raises(ModelFilesError, match=r"up_proj.bias is not zero.*set attention_bias or"):
+        load_params(tmp_path, model, progress=False)
+
+
 class TestErrors:
     """One line each."""
 
