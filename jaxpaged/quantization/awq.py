@@ -10,13 +10,22 @@ import jax.numpy as jnp
 
 from jaxpaged.quantization.formats import (
     HEAD,
+    WORDS,
     Settings,
     contains,
     require,
     require_group,
     unpack_words,
 )
-from jaxpaged.quantization.scheme import KERNEL, Arrays, Quantized, Scheme, Source
+from jaxpaged.quantization.scheme import (
+    FLOATS,
+    KERNEL,
+    Arrays,
+    Quantized,
+    Scheme,
+    Source,
+    Types,
+)
 from jaxpaged.quantization.weight_only import WeightOnly, pack_int4
 
 # Where a word's eight numbers, from the lowest bits on, belong among the eight outputs.
@@ -31,9 +40,10 @@ class Awq(Source):
     ignored: tuple[str, ...] = ()
 
     @property
-    def tensors(self) -> tuple[str, ...]:
+    def tensors(self) -> Mapping[str, Types]:
         """Zeros are there only where they say something."""
-        return ("qweight", "scales", *(("qzeros",) if self.has_zero else ()))
+        zeros = {"qzeros": WORDS} if self.has_zero else {}
+        return {"qweight": WORDS, "scales": FLOATS, **zeros}
 
     def unpack(self, scheme: Scheme, tensors: Mapping[str, jax.Array]) -> Arrays:
         """[I, O / 8] words and [groups, O] scales."""

@@ -10,12 +10,30 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged.quantization.float8 import IGNORED, Whole, blocks
-from jaxpaged.quantization.formats import Settings, matches, require, require_group, unpack_words
+from jaxpaged.quantization.formats import (
+    EIGHT_BIT_FLOATS,
+    WORDS,
+    Settings,
+    matches,
+    require,
+    require_group,
+    unpack_words,
+)
 from jaxpaged.quantization.fp8 import Fp8
-from jaxpaged.quantization.scheme import KERNEL, Arrays, Quantized, Scheme, Source
+from jaxpaged.quantization.scheme import (
+    FLOATS,
+    KERNEL,
+    Arrays,
+    Quantized,
+    Scheme,
+    Source,
+    Types,
+)
 from jaxpaged.quantization.weight_only import E4M3, WeightOnly, pack_int4
 
 METHOD = "compressed-tensors"
+SAVE_COMPRESSED = ": quantize the model so, and save it with save_compressed=True"
+BYTES: Types = ("I8",)
 
 
 @dataclass(frozen=True)
@@ -35,10 +53,11 @@ class Integers(Source):
     grouped: bool
 
     @property
-    def tensors(self) -> tuple[str, ...]:
+    def tensors(self) -> Mapping[str, Types]:
         """Weights, scales, zero points."""
-        weight = "weight_packed" if self.packed else "weight"
-        return (weight, "weight_scale", *(("weight_zero_point",) if self.has_zero else ()))
+        weight, types = ("weight_packed", WORDS) if self.packed else ("weight", BYTES)
+        zeros = {"weight_zero_point": types} if self.has_zero else {}
+        return {weight: types, "weight_scale": FLOATS, **zeros}
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -73,8 +92,12 @@ class Integers(Source):
 class GroupedFloats(Source):
     """e4m3 [O, I] with scales [O, groups]."""
 
-    tensors: tuple[str, ...] = ("weight", "weight_scale")
     ignored: tuple[str, ...] = IGNORED
+
+    @property
+    def tensors(self) -> Mapping[str, Types]:
+        """Weights and scales."""
+        return {"weight": EIGHT_BIT_FLOATS, "weight_scale": FLOATS}
 
     def unpack(self, scheme: Scheme, tensors: Mapping[str, jax.Array]) -> Arrays:
         """As they are."""
@@ -114,6 +137,7 @@ def _quantized(group: Mapping[str, Any], layout: str | None) -> Quantized:
         require_group(METHOD, size)
     if weights["type"] == "float":
         require(METHOD, "num_bits of floats", bits, (8,))
+        require(METHOD, "format", layout, ("float-quantized", "naive-quantized"), SAVE_COMPRESSED)
         if strategy == "block":
             block = list(weights["block_structure"])
             require(METHOD, "block_structure", block, ([128, 128], [64, 64], [32, 32]))
@@ -128,7 +152,7 @@ def _quantized(group: Mapping[str, Any], layout: str | None) -> Quantized:
     known = (
         ("pack-quantized",) if bits == 4 else ("pack-quantized", "int-quantized", "naive-quantized")
     )
-    require(METHOD, "format", layout, known)
+    require(METHOD, "format", layout, known, SAVE_COMPRESSED)
     has_zero = not weights.get("symmetric", True)
     return Quantized(
         WeightOnly(f"int{bits}", size, has_zero),

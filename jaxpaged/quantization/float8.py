@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged.quantization.formats import (
+    EIGHT_BIT_FLOATS,
     HEAD,
     Settings,
     contains,
@@ -18,7 +19,15 @@ from jaxpaged.quantization.formats import (
     require,
 )
 from jaxpaged.quantization.fp8 import Fp8
-from jaxpaged.quantization.scheme import KERNEL, Arrays, Quantized, Scheme, Source
+from jaxpaged.quantization.scheme import (
+    FLOATS,
+    KERNEL,
+    Arrays,
+    Quantized,
+    Scheme,
+    Source,
+    Types,
+)
 from jaxpaged.quantization.weight_only import E4M3, WeightOnly
 
 # Activations get a scale a token whatever was calibrated; those of pages are read elsewhere.
@@ -29,8 +38,12 @@ IGNORED = ("input_scale", "k_scale", "v_scale", "output_scale")
 class Whole(Source):
     """e4m3 with one scale a tensor, or an output."""
 
-    tensors: tuple[str, ...] = ("weight", "weight_scale")
     ignored: tuple[str, ...] = IGNORED
+
+    @property
+    def tensors(self) -> Mapping[str, Types]:
+        """Weights and scales."""
+        return {"weight": EIGHT_BIT_FLOATS, "weight_scale": FLOATS}
 
     def unpack(self, scheme: Scheme, tensors: Mapping[str, jax.Array]) -> Arrays:
         """[O, I] and a scale, one or [O] or [O, 1]."""
@@ -50,9 +63,9 @@ class Blocks(Source):
     ignored: tuple[str, ...] = IGNORED
 
     @property
-    def tensors(self) -> tuple[str, ...]:
+    def tensors(self) -> Mapping[str, Types]:
         """Weights and scales."""
-        return ("weight", self.scale)
+        return {"weight": EIGHT_BIT_FLOATS, self.scale: FLOATS}
 
     def unpack(self, scheme: Scheme, tensors: Mapping[str, jax.Array]) -> Arrays:
         """[O, I] and [O / block, I / block]."""

@@ -10,9 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpaged.quantization.scheme import UnsupportedQuantizationError
+from jaxpaged.quantization.scheme import Types, UnsupportedQuantizationError
 
 Settings = Mapping[str, Any]  # quantization_config of config.json
+EIGHT_BIT_FLOATS: Types = ("F8_E4M3",)
+WORDS: Types = ("I32",)  # of packed numbers
+INDICES: Types = ("I32", "I64")
 HEAD = "lm_head"  # stays as it is in most formats, whether they say so or not
 
 
@@ -32,13 +35,13 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return False
 
 
-def require(method: str, key: str, value: Any, supported: Iterable[Any]) -> None:
+def require(method: str, key: str, value: Any, supported: Iterable[Any], remedy: str = "") -> None:
     """Raises UnsupportedQuantizationError unless a setting has a value that is supported."""
     supported = tuple(supported)
     if value not in supported:
         raise UnsupportedQuantizationError(
             f"config.json: quantization {method!r} with {key} {value!r} is not supported; "
-            f"supported: {', '.join(map(str, supported))}"
+            f"supported: {', '.join(map(str, supported))}{remedy}"
         )
 
 

@@ -11,14 +11,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged.quantization.formats import HEAD, Settings, require, require_group, unpack_words
+from jaxpaged.quantization.formats import (
+    HEAD,
+    INDICES,
+    WORDS,
+    Settings,
+    require,
+    require_group,
+    unpack_words,
+)
 from jaxpaged.quantization.scheme import (
+    FLOATS,
     KERNEL,
     ORDER,
     Arrays,
     Quantized,
     Scheme,
     Source,
+    Types,
     UnsupportedQuantizationError,
 )
 from jaxpaged.quantization.weight_only import WeightOnly, pack_int4
@@ -43,19 +53,16 @@ class Gptq(Source):
     zero_offset: int
 
     @property
-    def tensors(self) -> tuple[str, ...]:
+    def tensors(self) -> Mapping[str, Types]:
         """What says something."""
-        return (
-            "qweight",
-            "scales",
-            *(("qzeros",) if self.has_zero else ()),
-            *(("g_idx",) if self.ordered else ()),
-        )
+        zeros = {"qzeros": WORDS} if self.has_zero else {}
+        order = {"g_idx": INDICES} if self.ordered else {}
+        return {"qweight": WORDS, "scales": FLOATS, **zeros, **order}
 
     @property
     def ignored(self) -> tuple[str, ...]:
         """What says nothing; old writers gave every product a bias, of zeros."""
-        return ("bias", *({"qzeros", "g_idx"} - set(self.tensors)))
+        return ("bias", *({"qzeros", "g_idx"} - self.tensors.keys()))
 
     def check(self, parts: Sequence[Mapping[str, np.ndarray]]) -> None:
         """Parts of one product share their rows, and so the order of these."""

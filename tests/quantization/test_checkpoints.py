@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import tiny_models
@@ -22,11 +23,12 @@ from jaxpaged.models import load_spec
 from jaxpaged.models.decoder import abstract_params
 from jaxpaged.models.spec import UnsupportedModelError
 from jaxpaged.quantization.fp8 import Fp8
-from jaxpaged.runtime.safetensor_files import QUANTIZED_TYPES, SafetensorFiles
+from jaxpaged.runtime.safetensor_files import SafetensorFiles
 from jaxpaged.runtime.weights import load_params
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "quantized.safetensors"
 CONFIG = tiny_models.QUANTIZED
+TYPES = ("F32", "F16", "F8_E4M3", "I8", "I32", "I64")
 Tensors = dict[str, np.ndarray]
 
 
@@ -51,7 +53,7 @@ def stored(name: str) -> tuple[Tensors, np.ndarray]:
     """A checkpoint's tensors, and the reference's logits after each prompt."""
     files, tensors = OneFile(), tiny_models.tensors(CONFIG)
     found = {
-        key.removeprefix(name + "/"): np.asarray(files.read(key, QUANTIZED_TYPES))
+        key.removeprefix(name + "/"): np.asarray(files.read(key, TYPES))
         for key in files.names
         if key.startswith(name + "/")
     }
@@ -210,6 +212,37 @@ class TestErrors:
         with pytest.raises(UnsupportedModelError, match=match) as error:
             load_spec({**CONFIG, "quantization_config": found})
         assert "\n" not in str(error.value)
+
+    @pytest.mark.parametrize(
+        ("name", "kind", "dtype", "wanted"),
+        [
+            ("compressed-tensors fp8 channel", "weight", ml_dtypes.bfloat16, "BF16, .* F8_E4M3:"),
+            ("compressed-tensors fp8 weights", "weight_scale", np.uint8, "U8, .* BF16 or F16:"),
+            ("compressed-tensors int8", "weight", np.float32, "F32, .* I8:"),
+            ("compressed-tensors int4 zeros", "weight_zero_point", np.int8, "I8, .* I32:"),
+            ("fp8 static", "weight", ml_dtypes.bfloat16, "BF16, .* F8_E4M3:"),
+            ("fp8 block", "weight", np.float16, "F16, .* F8_E4M3:"),
+            ("gptq 4", "qweight", np.int64, "I64, .* I32:"),
+            ("awq", "scales", np.int32, "I32, .* F32 or BF16 or F16:"),
+        ],
+    )
+    def test_another_type(
+        self, tmp_path: Path, name: str, kind: str, dtype: Any, wanted: str
+    ) -> None:
+        """Of one part of a product is enough: shapes fit, and the numbers would be nonsense."""
+        tensors, _ = stored(name)
+        key = f"model.layers.0.mlp.up_proj.{kind}"
+        model = make_decoder(write(tmp_path, name, tensors | {key: tensors[key].astype(dtype)}))
+        with pytest.raises(ModelFilesError, match=f"{key} is {wanted} correct") as error:
+            load_params(tmp_path, model, progress=False)
+        assert "\n" not in str(error.value)
+
+    @pytest.mark.parametrize("layout", ["dense", "mxfp8-quantized", None])
+    @pytest.mark.parametrize("name", ["fp8 channel", "int8"])
+    def test_another_format(self, name: str, layout: str | None) -> None:
+        found = settings()[f"compressed-tensors {name}"] | {"format": layout}
+        with pytest.raises(UnsupportedModelError, match=f"format {layout!r} is.*save_compressed"):
+            load_spec({**CONFIG, "quantization_config": found})
 
     def test_parts_that_are_not_alike(self) -> None:
         found = settings()["awq"] | {"modules_to_not_convert": ["q_proj"]}
