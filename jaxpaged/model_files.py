@@ -20,6 +20,11 @@ DEMO_MODEL = Path(__file__).parent / "assets" / "demo"  # what runs when no mode
 TOKENIZER_FILE = "tokenizer.json"
 PATTERNS = ("*.safetensors", "*.json", "tokenizer*", "*.jinja")
 CONFIG_FILE = "config.json"
+QUANTIZATION_FILES = {  # where some say how they are quantized, and by which method unless told
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+}
 
 
 def resolve_model(
@@ -93,18 +98,22 @@ def tokenizer_file(config: EngineConfig) -> Path:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json of a model folder.
+    """config.json of a model folder, with a quantization_config that stands in a file of its own.
 
     Raises:
         ModelFilesError: it is missing or is no JSON object.
     """
-    return read_json(path / CONFIG_FILE)
+    config = read_json(path / CONFIG_FILE)
+    for name, method in QUANTIZATION_FILES.items():
+        if not config.get("quantization_config") and (path / name).exists():
+            config["quantization_config"] = {"quant_method": method} | read_json(path / name)
+    return config
 
 
 def find_config(
     name: str, revision: str | None = None, download_dir: str | None = None
 ) -> dict[str, Any]:
-    """config.json of a folder, of a hub id (of which nothing else is fetched) or under any name, or
+    """config.json of a folder, of a hub id (of which no weights are fetched) or under any name, or
     what stands for it in a GGUF file.
 
     Raises:
@@ -116,7 +125,7 @@ def find_config(
     path = Path(name).expanduser()
     if path.is_file():
         return read_json(path)
-    return read_config(_folder(name, revision, download_dir, (CONFIG_FILE,)))
+    return read_config(_folder(name, revision, download_dir, (CONFIG_FILE, *QUANTIZATION_FILES)))
 
 
 def read_json(file: Path) -> dict[str, Any]:

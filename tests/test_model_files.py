@@ -38,7 +38,7 @@ def test_cached_snapshot_is_found_offline(tmp_path: Path) -> None:
     assert resolve_model("some/model", download_dir=str(tmp_path)) == snapshot
 
 
-def test_of_a_hub_model_config_alone_is_fetched(
+def test_of_a_hub_model_no_weights_are_fetched_for_its_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text('{"found": true}')
@@ -50,9 +50,20 @@ def test_of_a_hub_model_config_alone_is_fetched(
 
     monkeypatch.setattr(jaxpaged.model_files, "snapshot_download", download)
     assert find_config("some/model", "v2") == {"found": True}
-    assert asked == [("some/model", "v2", ["config.json"])]
+    quantization = ["hf_quant_config.json", "quantize_config.json", "quant_config.json"]
+    assert asked == [("some/model", "v2", ["config.json", *quantization])]
     (tmp_path / "other.json").write_text('{"other": 1}')
     assert find_config(str(tmp_path / "other.json")) == {"other": 1}
+
+
+def test_quantization_in_a_file_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"quantization_config": null}')
+    for name, method in (("quant", "awq"), ("quantize", "gptq"), ("hf_quant", "modelopt")):
+        (tmp_path / f"{name}_config.json").write_text('{"bits": 4}')
+        for config in (read_config(tmp_path), find_config(str(tmp_path))):
+            assert config["quantization_config"] == {"quant_method": method, "bits": 4}
+    (tmp_path / "config.json").write_text('{"quantization_config": {"bits": 8}}')
+    assert read_config(tmp_path)["quantization_config"] == {"bits": 8}
 
 
 @pytest.mark.parametrize(

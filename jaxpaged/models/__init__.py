@@ -57,7 +57,7 @@ def _read_spec(
     family: ModuleType, config: Config, quantization: str | None, quantize_lm_head: bool
 ) -> ModelSpec:
     spec: ModelSpec = family.spec(config)
-    stored = config.get("quantization_config")
+    stored = config.get("quantization_config") or config.get("compression_config")
     if stored and quantization is not None:
         raise UnsupportedModelError(
             f"--quantization {quantization} needs ordinary weights, but these are quantized "

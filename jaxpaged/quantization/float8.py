@@ -95,7 +95,8 @@ def reader(settings: Settings) -> Callable[[str], Quantized | None]:
 
 
 def modelopt_reader(settings: Settings) -> Callable[[str], Quantized | None]:
-    """quant_method "modelopt"."""
+    """quant_method "modelopt"; in a file of its own the settings stand one step deeper."""
+    settings = {**settings, **settings.get("quantization", {})}
     require("modelopt", "quant_algo", settings.get("quant_algo"), ("FP8",))
     plain = [HEAD, *(settings.get("ignore") or []), *(settings.get("exclude_modules") or [])]
     found = Quantized(Fp8(), Whole())

@@ -176,6 +176,17 @@ def test_calibrated_scales_of_pages_are_no_surprise(tmp_path: Path) -> None:
     load_params(tmp_path, model, progress=False)
 
 
+def test_settings_in_other_places() -> None:
+    def spec(**config: Any) -> Any:
+        return load_spec({**CONFIG, **config})
+
+    found = settings()["modelopt"]
+    deeper = {"quant_method": "modelopt", "quantization": found, "producer": {"name": "modelopt"}}
+    assert spec(quantization_config=deeper) == spec(quantization_config=found) != spec()
+    found = settings()["compressed-tensors int8"]
+    assert spec(compression_config=found) == spec(quantization_config=found) != spec()
+
+
 def test_biases_of_zeros_that_the_model_has_not(tmp_path: Path) -> None:
     tensors, _ = stored("gptq 4")
     bias = {f"model.layers.0.mlp.{x}_proj.bias": np.zeros(9, np.float16) for x in ("up", "down")}
