@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpaged.quantization.scheme import Types, UnsupportedQuantizationError
 
@@ -49,6 +50,27 @@ def require_group(method: str, group: Any) -> None:
     """Raises UnsupportedQuantizationError unless this is a number of terms."""
     if type(group) is not int or group <= 0:
         require(method, "group_size", group, ("a positive number",))
+
+
+def check_order(orders: Sequence[np.ndarray], groups: int) -> None:
+    """Raises UnsupportedQuantizationError unless these are one order of terms, in equal groups.
+
+    Args:
+        orders: the group of each term, for each part of a product.
+    """
+    order, size = orders[0], orders[0].size
+    if not np.array_equal(np.sort(order), np.arange(size) // (size // groups)):
+        raise UnsupportedQuantizationError("its g_idx makes groups of different sizes")
+    if any(not np.array_equal(other, order) for other in orders):
+        raise UnsupportedQuantizationError("its g_idx differs between parts of a product")
+
+
+def in_order(kernel_OI: jax.Array, group_I: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The terms of a kernel group by group, and which they were: [O, I] and [I]."""
+    if kernel_OI.shape[1:] != group_I.shape:
+        raise TypeError("the order is not of these terms")
+    order = jnp.argsort(group_I, stable=True).astype(jnp.int32)
+    return kernel_OI[:, order], order
 
 
 def unpack_words(words: jax.Array, bits: int, axis: int) -> jax.Array:

@@ -16,6 +16,8 @@ from jaxpaged.quantization.formats import (
     INDICES,
     WORDS,
     Settings,
+    check_order,
+    in_order,
     require,
     require_group,
     unpack_words,
@@ -29,7 +31,6 @@ from jaxpaged.quantization.scheme import (
     Scheme,
     Source,
     Types,
-    UnsupportedQuantizationError,
 )
 from jaxpaged.quantization.weight_only import WeightOnly, pack_int4
 
@@ -66,14 +67,8 @@ class Gptq(Source):
 
     def check(self, parts: Sequence[Mapping[str, np.ndarray]]) -> None:
         """Parts of one product share their rows, and so the order of these."""
-        if not self.ordered:
-            return
-        g_idx = parts[0]["g_idx"]
-        groups, size = parts[0]["scales"].shape[0], g_idx.size
-        if not np.array_equal(np.sort(g_idx), np.arange(size) // (size // groups)):
-            raise UnsupportedQuantizationError("its g_idx makes groups of different sizes")
-        if any(not np.array_equal(part["g_idx"], g_idx) for part in parts):
-            raise UnsupportedQuantizationError("its g_idx differs between parts of a product")
+        if self.ordered:
+            check_order([part["g_idx"] for part in parts], parts[0]["scales"].shape[0])
 
     def unpack(self, scheme: Scheme, tensors: Mapping[str, jax.Array]) -> Arrays:
         """[I · bits / 32, O] words, [groups, O] scales, [groups, O · bits / 32] words of zeros."""
@@ -81,10 +76,7 @@ class Gptq(Source):
         kernel = unpack_words(tensors["qweight"], self.bits, 0).T - middle
         arrays = {}
         if self.ordered:
-            if kernel.shape[1:] != tensors["g_idx"].shape:
-                raise TypeError("the order is not of these terms")
-            arrays[ORDER] = jnp.argsort(tensors["g_idx"], stable=True).astype(jnp.int32)
-            kernel = kernel[:, arrays[ORDER]]
+            kernel, arrays[ORDER] = in_order(kernel, tensors["g_idx"])
         arrays[KERNEL] = pack_int4(kernel) if self.bits == 4 else kernel.astype(jnp.int8)
         arrays["kernel_scale"] = self._groups(tensors["scales"].astype(jnp.float32))
         if self.has_zero:

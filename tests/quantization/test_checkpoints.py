@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -23,6 +24,7 @@ from jaxpaged.models import load_spec
 from jaxpaged.models.decoder import abstract_params
 from jaxpaged.models.spec import UnsupportedModelError
 from jaxpaged.quantization.fp8 import Fp8
+from jaxpaged.quantization.weight_only import WeightOnly
 from jaxpaged.runtime.safetensor_files import SafetensorFiles
 from jaxpaged.runtime.weights import load_params
 
@@ -187,6 +189,54 @@ def test_settings_in_other_places() -> None:
     assert spec(compression_config=found) == spec(quantization_config=found) != spec()
 
 
+def test_a_name_goes_before_a_class() -> None:
+    found = settings()["compressed-tensors fp8 channel"]
+    group = found["config_groups"]["group_0"]
+    groups = {
+        "a": group,
+        "b": {**group, "targets": ["re:.*mlp.*"], "input_activations": None},
+        "c": {**group, "targets": ["model.layers.0.self_attn.o_proj"], "weights": None},
+    }
+    changed = found | {"config_groups": groups}
+    layer = load_spec({**CONFIG, "quantization_config": changed}).layers[0].quantization
+    assert isinstance(layer.qkv.scheme, Fp8)
+    assert layer.gate_up.scheme == layer.down.scheme == WeightOnly("float8_e4m3fn")
+    assert layer.o is None
+
+
+def test_compressed_tensors_whose_terms_have_an_order(tmp_path: Path) -> None:
+    """As llm-compressor used to store them, which no compressed-tensors of today reads."""
+    name, stream = "compressed-tensors int8", np.random.default_rng(0)
+    tensors, _ = stored(name)
+    plain = tensors.copy()
+    for product in [key[:-13] for key in tensors if key.endswith(".weight_scale")]:
+        rows, terms = tensors[f"{product}.weight"].shape
+        group_I = np.random.RandomState(terms).permutation(np.arange(terms) // 32)
+        scale = stream.uniform(0.001, 0.003, (rows, terms // 32)).astype(np.float32)
+        zero = stream.integers(-9, 9, scale.shape).astype(np.int8)
+        kernel = tensors[f"{product}.weight"] - zero[:, group_I].astype(np.int32)
+        plain[f"{product}.weight"] = (kernel * scale[:, group_I]).astype(np.float32)
+        del plain[f"{product}.weight_scale"]
+        arrays = {"scale": scale, "zero_point": zero, "g_idx": group_I.astype(np.int32)}
+        tensors |= {f"{product}.weight_{kind}": array for kind, array in arrays.items()}
+    weights = {"num_bits": 8, "type": "int", "symmetric": False, "actorder": "group"}
+    weights |= {"strategy": "group", "group_size": 32}
+    groups = {"config_groups": {"a": {"targets": ["Linear"], "weights": weights}}}
+    model = make_decoder(write(tmp_path, name, tensors, **groups))
+    found = load_params(tmp_path, model, progress=False)
+    found = widened(found, model.spec.layers[0].quantization.qkv.scheme)
+    write(tmp_path, name, plain)
+    expected = load_params(tmp_path, make_decoder(CONFIG), progress=False)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, expected)
+    for same in ("dynamic", True):
+        weights["actorder"] = same
+        assert make_decoder(write(tmp_path, name, tensors, **groups)).spec == model.spec
+    weights["actorder"] = "weight"
+    model = make_decoder(write(tmp_path, name, tensors, **groups))
+    with pytest.raises(ModelFilesError, match="unexpected .*weight_g_idx"):
+        load_params(tmp_path, model, progress=False)
+
+
 def test_biases_of_zeros_that_the_model_has_not(tmp_path: Path) -> None:
     tensors, _ = stored("gptq 4")
     bias = {f"model.layers.0.mlp.{x}_proj.bias": np.zeros(9, np.float16) for x in ("up", "down")}
@@ -216,6 +266,13 @@ class TestErrors:
             ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size 0 is not supported"),
             ({"quant_method": "fp8", "ignored_layers": 3}, "wrong kind .TypeError"),
             ({"quant_method": "compressed-tensors", "ignore": ["re:("]}, "wrong kind .error: miss"),
+            (
+                {
+                    "quant_method": "compressed-tensors",
+                    "transform_config": {"config_groups": {"R4": {"type": "hadamard"}}},
+                },
+                "transform_config is not .* whose activations are not rotated",
+            ),
             (["awq"], "wrong kind .AttributeError"),
         ],
     )
