@@ -52,6 +52,11 @@ def require_group(method: str, group: Any) -> None:
         require(method, "group_size", group, ("a positive number",))
 
 
+def by_output(x_GO: jax.Array, whole: bool) -> jax.Array:
+    """Scales or zero points of groups as [O, G], or as [O] where one group is the whole."""
+    return x_GO[0] if whole else x_GO.T
+
+
 def check_order(orders: Sequence[np.ndarray], groups: int) -> None:
     """Raises UnsupportedQuantizationError unless these are one order of terms, in equal groups.
 

@@ -16,6 +16,7 @@ from jaxpaged.quantization.formats import (
     INDICES,
     WORDS,
     Settings,
+    by_output,
     check_order,
     in_order,
     require,
@@ -78,15 +79,12 @@ class Gptq(Source):
         if self.ordered:
             kernel, arrays[ORDER] = in_order(kernel, tensors["g_idx"])
         arrays[KERNEL] = pack_int4(kernel) if self.bits == 4 else kernel.astype(jnp.int8)
-        arrays["kernel_scale"] = self._groups(tensors["scales"].astype(jnp.float32))
+        arrays["kernel_scale"] = by_output(tensors["scales"].astype(jnp.float32), self.whole)
         if self.has_zero:
             zero = unpack_words(tensors["qzeros"], self.bits, 1) + self.zero_offset
             zero = (zero & (2**self.bits - 1)) - middle
-            arrays["kernel_zero"] = self._groups(zero.astype(jnp.int8))
+            arrays["kernel_zero"] = by_output(zero.astype(jnp.int8), self.whole)
         return arrays
-
-    def _groups(self, x_GO: jax.Array) -> jax.Array:
-        return x_GO[0] if self.whole else x_GO.T
 
 
 def reader(settings: Settings) -> Callable[[str], Quantized | None]:

@@ -38,7 +38,10 @@ from jaxpaged.runtime.quantized_leaves import (
 )
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-DERIVED = ".rotary_emb.inv_freq"  # follows from config.json; old checkpoints hold it all the same
+UNUSED = (
+    ".rotary_emb.inv_freq",  # follows from config.json; old checkpoints hold it all the same
+    ".self_attn.q_scale",  # of queries, which stay as they are
+)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -224,7 +227,13 @@ def _check_names(files: Files, rules: Sequence[Rule], spec: ModelSpec) -> None:
         for part in part_names(rule):
             wanted.update(f"{part}.{kind}" for kind in quantized.source.tensors)
             optional.update(f"{part}.{kind}" for kind in quantized.source.ignored)
-    found = {name for name in files.names if not name.endswith(DERIVED) and not is_kv_scale(name)}
+    found = {name for name in files.names if not name.endswith(UNUSED) and not is_kv_scale(name)}
+    head = sorted(name for name in found - wanted - optional if name.startswith("lm_head."))
+    if spec.tie_embeddings and head:
+        raise ModelFilesError(
+            f"{files.path}: {head[0]} is of a head of the model's own, but config.json ties it to "
+            f"the embedding: set tie_word_embeddings to false there"
+        )
     problems = [
         f"{what} {', '.join(sorted(names)[:4])}"
         + (f" and {len(names) - 4} more" if len(names) > 4 else "")
