@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,15 +29,30 @@ def test_missing_folder_is_named(name: str) -> None:
         resolve_model(name)
 
 
-def test_cached_snapshot_is_found_offline(tmp_path: Path) -> None:
+def cached(tmp_path: Path, file: str) -> Path:
+    """A hub's copy of some/model that holds one file."""
     commit = "0123456789abcdef0123456789abcdef01234567"
     repo = tmp_path / "models--some--model"
     snapshot = repo / "snapshots" / commit
     snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text("{}")
+    (snapshot / file).write_text("{}")
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text(commit)
+    return snapshot
+
+
+def test_cached_snapshot_is_found_offline(tmp_path: Path) -> None:
+    snapshot = cached(tmp_path, "config.json")
     assert resolve_model("some/model", download_dir=str(tmp_path)) == snapshot
+
+
+@pytest.mark.parametrize("name", ["some/model", "some/model:Q8_0", "some/model/x.gguf"])
+@pytest.mark.parametrize("find", [resolve_model, find_config])
+def test_gguf_files_of_the_hub(tmp_path: Path, name: str, find: Callable[..., Any]) -> None:
+    cached(tmp_path, "x.gguf")
+    with pytest.raises(ModelFilesError, match=r"download one .* and name its path$") as error:
+        find(name, download_dir=str(tmp_path))
+    assert "\n" not in str(error.value)
 
 
 def test_of_a_hub_model_no_weights_are_fetched_for_its_config(

@@ -101,7 +101,8 @@ def reader(settings: Settings) -> Callable[[str], Quantized | None]:
 def modelopt_reader(settings: Settings) -> Callable[[str], Quantized | None]:
     """quant_method "modelopt"; in a file of its own the settings stand one step deeper."""
     settings = {**settings, **settings.get("quantization", {})}
-    require("modelopt", "quant_algo", settings.get("quant_algo"), ("FP8", PER_OUTPUT))
+    algorithm = settings.get("quant_algo")
+    require("modelopt", "quant_algo", algorithm, ("FP8", PER_OUTPUT, None))
     plain = [HEAD, *(settings.get("ignore") or []), *(settings.get("exclude_modules") or [])]
-    found = Quantized(Fp8(), Whole())
+    found = Quantized(Fp8(), Whole()) if algorithm else None  # null: of pages alone
     return lambda name: None if matches(name, plain) or contains(name, plain) else found

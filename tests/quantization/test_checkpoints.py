@@ -137,6 +137,8 @@ def test_settings_in_other_places() -> None:
     found = settings()["modelopt"]
     deeper = {"quant_method": "modelopt", "quantization": found, "producer": {"name": "modelopt"}}
     assert spec(quantization_config=deeper) == spec(quantization_config=found) != spec()
+    pages = {"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "FP8"}}
+    assert spec(quantization_config=pages) == spec()
     found = settings()["compressed-tensors int8"]
     assert spec(compression_config=found) == spec(quantization_config=found) != spec()
 
