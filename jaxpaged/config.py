@@ -68,7 +68,8 @@ class EngineConfig:
     )
     quantization: str | None = setting(
         None,
-        "store the layers' matrices in fewer bits, made from ordinary weights while loading",
+        "store the layers' matrices in fewer bits, made from ordinary weights while loading; "
+        "checkpoints in awq, gptq, fp8, compressed-tensors or modelopt are recognised without it",
         short="-q",
         choices=(
             "fp8_per_tensor",
@@ -243,7 +244,7 @@ class EngineConfig:
         if self.quantization is not None:
             choices = self.__dataclass_fields__["quantization"].metadata["choices"]
             known = self.quantization in choices
-            require(self, "quantization", known, "one of " + ", ".join(choices))
+            require(self, "quantization", known, f"one of {', '.join(choices)}, or left out")
         with_it = self.quantization is not None or not self.quantize_lm_head
         require(self, "quantize_lm_head", with_it, "left out unless --quantization says how")
         require(

@@ -20,6 +20,12 @@ DEMO_MODEL = Path(__file__).parent / "assets" / "demo"  # what runs when no mode
 TOKENIZER_FILE = "tokenizer.json"
 PATTERNS = ("*.safetensors", "*.json", "tokenizer*", "*.jinja")
 CONFIG_FILE = "config.json"
+DOWNLOAD = "of a hub's .gguf files download one (hf download org/repo x.gguf) and name its path"
+QUANTIZATION_FILES = {  # where some say how they are quantized, and by which method unless told
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+}
 
 
 def resolve_model(
@@ -29,8 +35,8 @@ def resolve_model(
     the hub's repository.
 
     Args:
-        name: a local folder, a GGUF file (of a split one the first) or a folder of nothing else, or
-            a hub id such as "org/model"; None: the built-in demo model.
+        name: a local folder, a GGUF file (of a split one the first) or a folder that lacks what its
+            metadata tells, or a hub id such as "org/model"; None: the built-in demo model.
         revision: branch, tag or commit of a hub model.
         download_dir: where hub files are kept; default: Hugging Face's own cache.
 
@@ -48,8 +54,13 @@ def _gguf_file(name: str | Path) -> Path | None:
     """The GGUF file that a model is, if it is one."""
     path = Path(name).expanduser()
     if path.is_dir():
-        return None if (path / CONFIG_FILE).exists() else find_gguf(path)
-    return path if path.suffix == SUFFIX else None
+        others = any(path.glob("*token*")) or any(path.glob("*.safetensors"))
+        return None if others and (path / CONFIG_FILE).exists() else find_gguf(path)
+    if path.suffix != SUFFIX:
+        return None
+    if len(path.parts) == 3 and not path.is_absolute() and not path.exists():  # org/repo/x.gguf
+        raise ModelFilesError(f"{path} is missing; {DOWNLOAD}")
+    return path
 
 
 def _folder(
@@ -60,14 +71,14 @@ def _folder(
     if path.is_dir():
         return path
     try:
-        return Path(
+        found = Path(
             snapshot_download(
                 str(name), revision=revision, cache_dir=download_dir, allow_patterns=list(patterns)
             )
         )
     except HFValidationError:
         raise ModelFilesError(
-            f"no folder {str(name)!r}, and not an id of the Hugging Face hub"
+            f"no folder {str(name)!r}, and not an id of the Hugging Face hub; {DOWNLOAD}"
         ) from None
     except HfHubHTTPError as error:
         reason = " ".join(str(error).split())
@@ -79,6 +90,11 @@ def _folder(
             f"no folder {str(name)!r} here, no copy in the cache, and the Hugging Face hub cannot "
             f"be reached"
         ) from error
+    if not any(any(found.glob(pattern)) for pattern in patterns):
+        raise ModelFilesError(
+            f"{str(name)!r} on the Hugging Face hub has no config.json; {DOWNLOAD}"
+        )
+    return found
 
 
 def tokenizer_file(config: EngineConfig) -> Path:
@@ -93,18 +109,23 @@ def tokenizer_file(config: EngineConfig) -> Path:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json of a model folder.
+    """config.json of a model folder, with a quantization_config that stands in a file of its own.
 
     Raises:
         ModelFilesError: it is missing or is no JSON object.
     """
-    return read_json(path / CONFIG_FILE)
+    config = read_json(path / CONFIG_FILE)
+    for name, method in QUANTIZATION_FILES.items():
+        told = config.get("quantization_config") or config.get("compression_config")
+        if not told and (path / name).exists():
+            config["quantization_config"] = {"quant_method": method} | read_json(path / name)
+    return config
 
 
 def find_config(
     name: str, revision: str | None = None, download_dir: str | None = None
 ) -> dict[str, Any]:
-    """config.json of a folder, of a hub id (of which nothing else is fetched) or under any name, or
+    """config.json of a folder, of a hub id (of which no weights are fetched) or under any name, or
     what stands for it in a GGUF file.
 
     Raises:
@@ -116,7 +137,7 @@ def find_config(
     path = Path(name).expanduser()
     if path.is_file():
         return read_json(path)
-    return read_config(_folder(name, revision, download_dir, (CONFIG_FILE,)))
+    return read_config(_folder(name, revision, download_dir, (CONFIG_FILE, *QUANTIZATION_FILES)))
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from gptqmodel.nn_modules.qlinear.torch_awq import AwqTorchLinear
 from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
 from gptqmodel.utils.model import convert_gptq_v2_to_v1_format_module
 from safetensors.torch import save_file
+from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
 
 FIXTURES = Path(__file__).parents[1] / "tests" / "fixtures"
 sys.path.insert(0, str(FIXTURES))
@@ -120,20 +121,25 @@ def gptq(bits: int, sym: bool, desc_act: bool, version: int, group: int = GROUP)
     return write
 
 
-def awq(weight: torch.Tensor) -> Made:
+def awq(group: int) -> Write:
     """A module by gptqmodel's AWQ."""
-    rows, terms = weight.shape
-    scale, zero = affine(weight.reshape(rows, -1, GROUP), 4, False)
-    linear = torch.nn.Linear(terms, rows, bias=False)
-    linear.weight.data = weight
-    module = AwqTorchLinear(
-        bits=4, group_size=GROUP, sym=False, desc_act=False,
-        in_features=terms, out_features=rows, bias=False,
-    )  # fmt: skip
-    module.pack(linear, scale.half(), zero.half())
-    stored = {name: getattr(module, name) for name in ("qweight", "qzeros", "scales")}
-    words = stored["qweight"], stored["qzeros"]
-    return stored, dequantize_gemm(*words, stored["scales"].float(), 4, GROUP).T
+
+    def write(weight: torch.Tensor) -> Made:
+        rows, terms = weight.shape
+        size = terms if group == -1 else group
+        scale, zero = affine(weight.reshape(rows, -1, size), 4, False)
+        linear = torch.nn.Linear(terms, rows, bias=False)
+        linear.weight.data = weight
+        module = AwqTorchLinear(
+            bits=4, group_size=group, sym=False, desc_act=False,
+            in_features=terms, out_features=rows, bias=False,
+        )  # fmt: skip
+        module.pack(linear, scale.half(), zero.half())
+        stored = {name: getattr(module, name) for name in ("qweight", "qzeros", "scales")}
+        words = stored["qweight"], stored["qzeros"]
+        return stored, dequantize_gemm(*words, stored["scales"].float(), 4, size).T
+
+    return write
 
 
 def affine(parts: torch.Tensor, bits: int, sym: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,12 +166,19 @@ def float8_whole(weight: torch.Tensor) -> Made:
     return {"weight": stored["weight"], "weight_scale_inv": scale}, again
 
 
-def modelopt(weight: torch.Tensor) -> Made:
-    """One scale a tensor, and those of activations and pages."""
-    scale = weight.abs().amax() / 448
-    e4m3 = (weight / scale).to(torch.float8_e4m3fn)
-    stored = {"weight": e4m3, "weight_scale": scale, "input_scale": torch.tensor(0.02)}
-    return stored, e4m3.float() * scale
+def float8_static(weight: torch.Tensor) -> Made:
+    """One scale a tensor, and one of activations."""
+    stored, again = compressed("float-quantized", {**FP8, "strategy": "tensor"}, TOKEN)(weight)
+    scales = {"weight_scale": stored["weight_scale"][0], "input_scale": torch.tensor(0.02)}
+    return {"weight": stored["weight"], **scales}, again
+
+
+def float8_transformers(weight: torch.Tensor) -> Made:
+    """The same under transformers' names, which dequantizes it."""
+    stored, _ = float8_static(weight)
+    e4m3, scale = stored["weight"], stored["weight_scale"]
+    scales = {"weight_scale_inv": scale, "activation_scale": stored["input_scale"]}
+    return {"weight": e4m3, **scales}, _dequantize_fp8_weight(e4m3, scale, None, torch.float32)
 
 
 def settings(method: str, **rest: Any) -> dict[str, Any]:
@@ -174,15 +187,19 @@ def settings(method: str, **rest: Any) -> dict[str, Any]:
 
 
 BLOCKS = {**FP8, "strategy": "block", "block_structure": [GROUP, GROUP]}
-INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+GROUPS = {"strategy": "group", "group_size": GROUP}
+INT4 = {"num_bits": 4, "type": "int", **GROUPS}
 INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
 COMPRESSED: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
     "fp8 channel": ("float-quantized", {**FP8, "strategy": "channel"}, TOKEN),
     "fp8 tensor": ("float-quantized", {**FP8, "strategy": "tensor"}, {**FP8, "strategy": "tensor"}),
     "fp8 block": ("float-quantized", BLOCKS, TOKEN),
+    "fp8 groups": ("float-quantized", {**FP8, **GROUPS}, None),
     "fp8 weights": ("float-quantized", {**FP8, "strategy": "channel"}, None),
     "int8": ("int-quantized", INT8, {**INT8, "strategy": "token", "dynamic": True}),
     "int8 packed": ("pack-quantized", INT8, None),
+    "int8 packed groups": ("pack-quantized", {**INT8, **GROUPS}, None),
+    "int8 zeros": ("int-quantized", {**INT8, "symmetric": False}, None),
     "int4": ("pack-quantized", {**INT4, "symmetric": True}, None),
     "int4 zeros": ("pack-quantized", {**INT4, "symmetric": False}, None),
 }
@@ -202,19 +219,26 @@ FORMATS: dict[str, tuple[dict[str, Any], Write]] = {
     ),
     "fp8 static": (
         settings("fp8", activation_scheme="static", ignored_layers=PLAIN),
-        modelopt,
+        float8_static,
+    ),
+    "fp8 static transformers": (
+        settings("fp8", weight_block_size=None, modules_to_not_convert=PLAIN),
+        float8_transformers,
     ),
     "modelopt": (
         settings("modelopt", quant_algo="FP8", ignore=["model.layers.1*", "lm_head"]),
-        modelopt,
+        float8_static,
     ),
-    "awq": (
-        settings(
-            "awq", bits=4, group_size=GROUP, zero_point=True, version="gemm",
-            modules_to_not_convert=PLAIN,
-        ),
-        awq,
-    ),
+    **{
+        name: (
+            settings(
+                "awq", bits=4, group_size=group, zero_point=True, version="gemm",
+                modules_to_not_convert=PLAIN,
+            ),
+            awq(group),
+        )
+        for name, group in (("awq", GROUP), ("awq whole", -1))
+    },
     **{
         f"gptq {name}": (
             settings(
@@ -229,6 +253,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Write]] = {
             ("4 desc_act zeros", 4, False, True, 1, GROUP),
             ("4 v2 desc_act", 4, True, True, 2, GROUP),
             ("8", 8, True, False, 1, GROUP),
+            ("8 desc_act", 8, True, True, 1, GROUP),
             ("8 v2 zeros", 8, False, False, 2, -1),
         )
     },

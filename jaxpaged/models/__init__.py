@@ -47,9 +47,14 @@ def load_spec(
         )
     try:
         return _read_spec(FAMILIES[found[0]], config, quantization, quantize_lm_head)
-    except (AttributeError, KeyError, TypeError, ZeroDivisionError, re.error) as error:
+    except KeyError as error:
         raise UnsupportedModelError(
-            f"config.json has a setting of the wrong kind ({type(error).__name__}: {error})"
+            f"config.json lacks {error}: add it, or fetch the file again"
+        ) from error
+    except (AttributeError, TypeError, ZeroDivisionError, re.error) as error:
+        raise UnsupportedModelError(
+            f"config.json has a setting of the wrong kind ({type(error).__name__}: {error}): "
+            f"correct it, or fetch the file again"
         ) from error
 
 
@@ -57,7 +62,7 @@ def _read_spec(
     family: ModuleType, config: Config, quantization: str | None, quantize_lm_head: bool
 ) -> ModelSpec:
     spec: ModelSpec = family.spec(config)
-    stored = config.get("quantization_config")
+    stored = config.get("quantization_config") or config.get("compression_config")
     if stored and quantization is not None:
         raise UnsupportedModelError(
             f"--quantization {quantization} needs ordinary weights, but these are quantized "

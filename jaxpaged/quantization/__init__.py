@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from jaxpaged.quantization.checkpoint import checkpoint_reader
 from jaxpaged.quantization.fp8 import Fp8
 from jaxpaged.quantization.scheme import (
+    FLOATS,
     KERNEL,
     ORDER,
     Around,
@@ -16,6 +17,7 @@ from jaxpaged.quantization.scheme import (
     Quantized,
     Scheme,
     Source,
+    Types,
     UnsupportedQuantizationError,
     arrange,
     divides,
@@ -24,6 +26,7 @@ from jaxpaged.quantization.scheme import (
 from jaxpaged.quantization.weight_only import WeightOnly
 
 __all__ = [
+    "FLOATS",
     "KERNEL",
     "ON_THE_FLY",
     "ORDER",
@@ -34,6 +37,7 @@ __all__ = [
     "Quantized",
     "Scheme",
     "Source",
+    "Types",
     "UnsupportedQuantizationError",
     "arrange",
     "checkpoint_reader",

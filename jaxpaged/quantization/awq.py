@@ -10,13 +10,23 @@ import jax.numpy as jnp
 
 from jaxpaged.quantization.formats import (
     HEAD,
+    WORDS,
     Settings,
+    by_output,
     contains,
     require,
     require_group,
     unpack_words,
 )
-from jaxpaged.quantization.scheme import KERNEL, Arrays, Quantized, Scheme, Source
+from jaxpaged.quantization.scheme import (
+    FLOATS,
+    KERNEL,
+    Arrays,
+    Quantized,
+    Scheme,
+    Source,
+    Types,
+)
 from jaxpaged.quantization.weight_only import WeightOnly, pack_int4
 
 # Where a word's eight numbers, from the lowest bits on, belong among the eight outputs.
@@ -25,26 +35,24 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True)
 class Awq(Source):
-    """Words of eight outputs of a term."""
+    """Words of eight outputs of a term; `whole`: there is one group, of all terms."""
 
-    has_zero: bool
+    whole: bool
     ignored: tuple[str, ...] = ()
 
     @property
-    def tensors(self) -> tuple[str, ...]:
-        """Zeros are there only where they say something."""
-        return ("qweight", "scales", *(("qzeros",) if self.has_zero else ()))
+    def tensors(self) -> Mapping[str, Types]:
+        """The layout has zero points whether `zero_point` says so or not."""
+        return {"qweight": WORDS, "qzeros": WORDS, "scales": FLOATS}
 
     def unpack(self, scheme: Scheme, tensors: Mapping[str, jax.Array]) -> Arrays:
-        """[I, O / 8] words and [groups, O] scales."""
-        arrays = {
+        """[I, O / 8] words, [groups, O] scales and [groups, O / 8] words of zero points."""
+        zero = _outputs_in_order(tensors["qzeros"]) - 8
+        return {
             KERNEL: pack_int4(_outputs_in_order(tensors["qweight"]).T - 8),
-            "kernel_scale": tensors["scales"].astype(jnp.float32).T,
+            "kernel_scale": by_output(tensors["scales"].astype(jnp.float32), self.whole),
+            "kernel_zero": by_output(zero.astype(jnp.int8), self.whole),
         }
-        if self.has_zero:
-            zero = _outputs_in_order(tensors["qzeros"]).T - 8
-            arrays["kernel_zero"] = zero.astype(jnp.int8)
-        return arrays
 
 
 def _outputs_in_order(words: jax.Array) -> jax.Array:
@@ -54,12 +62,13 @@ def _outputs_in_order(words: jax.Array) -> jax.Array:
 
 
 def reader(settings: Settings) -> Callable[[str], Quantized | None]:
-    """quant_method "awq"."""
-    require("awq", "bits", settings.get("bits"), (4,))
+    """quant_method "awq"; its own tool's names for two settings are older than Hugging Face's."""
+    require("awq", "bits", settings.get("bits", settings.get("w_bit")), (4,))
     require("awq", "version", str(settings.get("version", "gemm")).lower(), ("gemm",))
-    has_zero = settings.get("zero_point", True)
-    group = settings.get("group_size", 128)
-    require_group("awq", group)
-    found = Quantized(WeightOnly("int4", group, has_zero), Awq(has_zero))
+    group = settings.get("group_size", settings.get("q_group_size", 128))
+    whole = group == -1
+    if not whole:
+        require_group("awq", group)
+    found = Quantized(WeightOnly("int4", None if whole else group, has_zero=True), Awq(whole))
     plain = [HEAD, *(settings.get("modules_to_not_convert") or [])]
     return lambda name: None if contains(name, plain) else found

@@ -15,6 +15,7 @@ Reader = Callable[[str], Quantized | None]
 METHODS: Mapping[str, Callable[[Settings], Reader]] = {
     "awq": awq.reader,
     "compressed-tensors": compressed_tensors.reader,
+    "fbgemm_fp8": float8.reader,
     "fp8": float8.reader,
     "gptq": gptq.reader,
     "modelopt": float8.modelopt_reader,

@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxpaged.quantization.float8 import IGNORED, Whole, blocks
-from jaxpaged.quantization.formats import Settings, matches, require, require_group, unpack_words
+from jaxpaged.quantization.formats import (
+    EIGHT_BIT_FLOATS,
+    INDICES,
+    WORDS,
+    Settings,
+    check_order,
+    in_order,
+    matches,
+    require,
+    require_group,
+    unpack_words,
+)
 from jaxpaged.quantization.fp8 import Fp8
-from jaxpaged.quantization.scheme import KERNEL, Arrays, Quantized, Scheme, Source
+from jaxpaged.quantization.scheme import (
+    FLOATS,
+    KERNEL,
+    ORDER,
+    Arrays,
+    Quantized,
+    Scheme,
+    Source,
+    Types,
+    UnsupportedQuantizationError,
+)
 from jaxpaged.quantization.weight_only import E4M3, WeightOnly, pack_int4
 
 METHOD = "compressed-tensors"
+SAVE_COMPRESSED = ": quantize the model so, and save it with save_compressed=True"
+BYTES: Types = ("I8",)
+BY_PLACE = ("static", "weight")  # how GPTQ's order of terms is told, where it leaves none to store
+BY_INDEX = ("group", "dynamic", True)  # and where terms are stored with the groups they belong to
 
 
 @dataclass(frozen=True)
@@ -27,24 +53,34 @@ class Integers(Source):
         packed: in words, where each number is greater by half its range.
         has_zero: zero points are stored; words of them hold neighbouring outputs.
         grouped: scales are [O, groups], not one an output or one for all.
+        ordered: terms are grouped by g_idx, not by where they stand.
     """
 
     bits: int
     packed: bool
     has_zero: bool
     grouped: bool
+    ordered: bool
 
     @property
-    def tensors(self) -> tuple[str, ...]:
-        """Weights, scales, zero points."""
-        weight = "weight_packed" if self.packed else "weight"
-        return (weight, "weight_scale", *(("weight_zero_point",) if self.has_zero else ()))
+    def tensors(self) -> Mapping[str, Types]:
+        """Weights, scales, zero points, groups of terms."""
+        weight, types = ("weight_packed", WORDS) if self.packed else ("weight", BYTES)
+        zeros = {"weight_zero_point": types} if self.has_zero else {}
+        order = {"weight_g_idx": INDICES} if self.ordered else {}
+        return {weight: types, "weight_scale": FLOATS, **zeros, **order}
 
     @property
     def ignored(self) -> tuple[str, ...]:
         """Of activations, which stay as they are; config.json knows the shape."""
-        names = ("weight_shape", "weight_g_idx", "input_zero_point", *IGNORED)
+        names = ("weight_shape", "input_zero_point", *IGNORED)
         return names if self.has_zero else ("weight_zero_point", *names)
+
+    def check(self, parts: Sequence[Mapping[str, np.ndarray]]) -> None:
+        """Parts of one product share their rows, and so the order of these."""
+        if self.ordered:
+            orders = [part["weight_g_idx"] for part in parts]
+            check_order(orders, parts[0]["weight_scale"].shape[1])
 
     def unpack(self, scheme: Scheme, tensors: Mapping[str, jax.Array]) -> Arrays:
         """See `tensors`."""
@@ -53,11 +89,12 @@ class Integers(Source):
             kernel = unpack_words(tensors["weight_packed"], self.bits, 1) - middle
         else:
             kernel = tensors["weight"]
-        rows = kernel.shape[0]
-        arrays = {
-            KERNEL: pack_int4(kernel) if self.bits == 4 else kernel.astype(jnp.int8),
-            "kernel_scale": self._groups(tensors["weight_scale"].astype(jnp.float32), rows),
-        }
+        rows, arrays = kernel.shape[0], {}
+        if self.ordered:
+            kernel, arrays[ORDER] = in_order(kernel, tensors["weight_g_idx"])
+        arrays[KERNEL] = pack_int4(kernel) if self.bits == 4 else kernel.astype(jnp.int8)
+        scale = tensors["weight_scale"].astype(jnp.float32)
+        arrays["kernel_scale"] = self._groups(scale, rows)
         if self.has_zero:
             zero = tensors["weight_zero_point"]
             if self.packed:
@@ -73,8 +110,12 @@ class Integers(Source):
 class GroupedFloats(Source):
     """e4m3 [O, I] with scales [O, groups]."""
 
-    tensors: tuple[str, ...] = ("weight", "weight_scale")
     ignored: tuple[str, ...] = IGNORED
+
+    @property
+    def tensors(self) -> Mapping[str, Types]:
+        """Weights and scales."""
+        return {"weight": EIGHT_BIT_FLOATS, "weight_scale": FLOATS}
 
     def unpack(self, scheme: Scheme, tensors: Mapping[str, jax.Array]) -> Arrays:
         """As they are."""
@@ -88,6 +129,11 @@ def reader(settings: Settings) -> Callable[[str], Quantized | None]:
     """quant_method "compressed-tensors"."""
     sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
     require(METHOD, "sparsity", sparsity, ("dense",))
+    if (settings.get("transform_config") or {}).get("config_groups"):
+        raise UnsupportedQuantizationError(
+            f"config.json: quantization {METHOD!r} with transform_config is not supported: take a "
+            f"checkpoint whose activations are not rotated"
+        )
     plain = settings.get("ignore") or []
     groups = [
         (group["targets"], _quantized(group, group.get("format") or settings.get("format")))
@@ -97,16 +143,17 @@ def reader(settings: Settings) -> Callable[[str], Quantized | None]:
     def read(name: str) -> Quantized | None:
         if matches(name, plain):
             return None
-        for targets, found in groups:
-            if "Linear" in targets or matches(name, targets):
-                return found
-        return None
+        by_name = [found for targets, found in groups if matches(name, targets)]
+        by_class = [found for targets, found in groups if "Linear" in targets]
+        return next(iter(by_name + by_class), None)
 
     return read
 
 
-def _quantized(group: Mapping[str, Any], layout: str | None) -> Quantized:
+def _quantized(group: Mapping[str, Any], layout: str | None) -> Quantized | None:
     weights, activations = group["weights"], group.get("input_activations")
+    if weights is None:
+        return None
     bits, strategy = weights["num_bits"], weights.get("strategy")
     grouped = strategy == "group"
     size = weights["group_size"] if grouped else None
@@ -114,6 +161,7 @@ def _quantized(group: Mapping[str, Any], layout: str | None) -> Quantized:
         require_group(METHOD, size)
     if weights["type"] == "float":
         require(METHOD, "num_bits of floats", bits, (8,))
+        require(METHOD, "format", layout, ("float-quantized", "naive-quantized"), SAVE_COMPRESSED)
         if strategy == "block":
             block = list(weights["block_structure"])
             require(METHOD, "block_structure", block, ([128, 128], [64, 64], [32, 32]))
@@ -124,13 +172,14 @@ def _quantized(group: Mapping[str, Any], layout: str | None) -> Quantized:
         return Quantized(Fp8() if activations else WeightOnly(E4M3), Whole())
     require(METHOD, "num_bits of integers", bits, (4, 8))
     require(METHOD, "strategy", strategy, ("tensor", "channel", "group"))
-    require(METHOD, "actorder", weights.get("actorder"), (None, False, "static", "weight"))
+    actorder = weights.get("actorder")
+    require(METHOD, "actorder", actorder, (None, False, *BY_PLACE, *BY_INDEX))
     known = (
         ("pack-quantized",) if bits == 4 else ("pack-quantized", "int-quantized", "naive-quantized")
     )
-    require(METHOD, "format", layout, known)
-    has_zero = not weights.get("symmetric", True)
+    require(METHOD, "format", layout, known, SAVE_COMPRESSED)
+    has_zero, ordered = not weights.get("symmetric", True), grouped and actorder in BY_INDEX
     return Quantized(
-        WeightOnly(f"int{bits}", size, has_zero),
-        Integers(bits, layout == "pack-quantized", has_zero, grouped),
+        WeightOnly(f"int{bits}", size, has_zero, ordered),
+        Integers(bits, layout == "pack-quantized", has_zero, grouped, ordered),
     )

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged.quantization.formats import (
+    EIGHT_BIT_FLOATS,
     HEAD,
     Settings,
     contains,
@@ -18,23 +19,37 @@ from jaxpaged.quantization.formats import (
     require,
 )
 from jaxpaged.quantization.fp8 import Fp8
-from jaxpaged.quantization.scheme import KERNEL, Arrays, Quantized, Scheme, Source
+from jaxpaged.quantization.scheme import (
+    FLOATS,
+    KERNEL,
+    Arrays,
+    Quantized,
+    Scheme,
+    Source,
+    Types,
+)
 from jaxpaged.quantization.weight_only import E4M3, WeightOnly
 
+PER_OUTPUT = "FP8_PER_CHANNEL_PER_TOKEN"  # in ModelOpt's words
 # Activations get a scale a token whatever was calibrated; those of pages are read elsewhere.
-IGNORED = ("input_scale", "k_scale", "v_scale", "output_scale")
+IGNORED = ("input_scale", "activation_scale", "k_scale", "v_scale", "output_scale")
 
 
 @dataclass(frozen=True)
 class Whole(Source):
     """e4m3 with one scale a tensor, or an output."""
 
-    tensors: tuple[str, ...] = ("weight", "weight_scale")
+    scale: str = "weight_scale"
     ignored: tuple[str, ...] = IGNORED
+
+    @property
+    def tensors(self) -> Mapping[str, Types]:
+        """Weights and scales."""
+        return {"weight": EIGHT_BIT_FLOATS, self.scale: FLOATS}
 
     def unpack(self, scheme: Scheme, tensors: Mapping[str, jax.Array]) -> Arrays:
         """[O, I] and a scale, one or [O] or [O, 1]."""
-        weight, scale = tensors["weight"], tensors["weight_scale"].astype(jnp.float32)
+        weight, scale = tensors["weight"], tensors[self.scale].astype(jnp.float32)
         return {
             KERNEL: weight,
             "kernel_scale": jnp.broadcast_to(scale.reshape(-1), weight.shape[:1]),
@@ -50,9 +65,9 @@ class Blocks(Source):
     ignored: tuple[str, ...] = IGNORED
 
     @property
-    def tensors(self) -> tuple[str, ...]:
+    def tensors(self) -> Mapping[str, Types]:
         """Weights and scales."""
-        return ("weight", self.scale)
+        return {"weight": EIGHT_BIT_FLOATS, self.scale: FLOATS}
 
     def unpack(self, scheme: Scheme, tensors: Mapping[str, jax.Array]) -> Arrays:
         """[O, I] and [O / block, I / block]."""
@@ -70,20 +85,24 @@ def blocks(block: int, scale: str = "weight_scale_inv") -> Quantized:
 
 
 def reader(settings: Settings) -> Callable[[str], Quantized | None]:
-    """quant_method "fp8"."""
+    """quant_method "fp8" and "fbgemm_fp8"."""
     require("fp8", "fmt", settings.get("fmt", "e4m3"), ("e4m3", "float8_e4m3fn"))
     found = Quantized(Fp8(), Whole())
     if settings.get("weight_block_size"):
         block = settings["weight_block_size"]
         require("fp8", "weight_block_size", block, ([128, 128], [64, 64], [32, 32]))
         found = blocks(block[0])
+    elif "weight_block_size" in settings:  # null: one block, whose scale has the name of many
+        found = Quantized(Fp8(), Whole("weight_scale_inv"))
     plain = (settings.get("modules_to_not_convert") or []) + (settings.get("ignored_layers") or [])
     return lambda name: None if contains(name, [HEAD, *plain]) else found
 
 
 def modelopt_reader(settings: Settings) -> Callable[[str], Quantized | None]:
-    """quant_method "modelopt"."""
-    require("modelopt", "quant_algo", settings.get("quant_algo"), ("FP8",))
+    """quant_method "modelopt"; in a file of its own the settings stand one step deeper."""
+    settings = {**settings, **settings.get("quantization", {})}
+    algorithm = settings.get("quant_algo")
+    require("modelopt", "quant_algo", algorithm, ("FP8", PER_OUTPUT, None))
     plain = [HEAD, *(settings.get("ignore") or []), *(settings.get("exclude_modules") or [])]
-    found = Quantized(Fp8(), Whole())
+    found = Quantized(Fp8(), Whole()) if algorithm else None  # null: of pages alone
     return lambda name: None if matches(name, plain) or contains(name, plain) else found

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxpaged.quantization.scheme import UnsupportedQuantizationError
+from jaxpaged.quantization.scheme import Types, UnsupportedQuantizationError
 
 Settings = Mapping[str, Any]  # quantization_config of config.json
+EIGHT_BIT_FLOATS: Types = ("F8_E4M3",)
+WORDS: Types = ("I32",)  # of packed numbers
+INDICES: Types = ("I32", "I64")
 HEAD = "lm_head"  # stays as it is in most formats, whether they say so or not
 
 
@@ -32,13 +36,13 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return False
 
 
-def require(method: str, key: str, value: Any, supported: Iterable[Any]) -> None:
+def require(method: str, key: str, value: Any, supported: Iterable[Any], remedy: str = "") -> None:
     """Raises UnsupportedQuantizationError unless a setting has a value that is supported."""
     supported = tuple(supported)
     if value not in supported:
         raise UnsupportedQuantizationError(
             f"config.json: quantization {method!r} with {key} {value!r} is not supported; "
-            f"supported: {', '.join(map(str, supported))}"
+            f"supported: {', '.join(map(str, supported))}{remedy}"
         )
 
 
@@ -46,6 +50,32 @@ def require_group(method: str, group: Any) -> None:
     """Raises UnsupportedQuantizationError unless this is a number of terms."""
     if type(group) is not int or group <= 0:
         require(method, "group_size", group, ("a positive number",))
+
+
+def by_output(x_GO: jax.Array, whole: bool) -> jax.Array:
+    """Scales or zero points of groups as [O, G], or as [O] where one group is the whole."""
+    return x_GO[0] if whole else x_GO.T
+
+
+def check_order(orders: Sequence[np.ndarray], groups: int) -> None:
+    """Raises UnsupportedQuantizationError unless these are one order of terms, in equal groups.
+
+    Args:
+        orders: the group of each term, for each part of a product.
+    """
+    order, size = orders[0], orders[0].size
+    if not np.array_equal(np.sort(order), np.arange(size) // (size // groups)):
+        raise UnsupportedQuantizationError("its g_idx makes groups of different sizes")
+    if any(not np.array_equal(other, order) for other in orders):
+        raise UnsupportedQuantizationError("its g_idx differs between parts of a product")
+
+
+def in_order(kernel_OI: jax.Array, group_I: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The terms of a kernel group by group, and which they were: [O, I] and [I]."""
+    if kernel_OI.shape[1:] != group_I.shape:
+        raise TypeError("the order is not of these terms")
+    order = jnp.argsort(group_I, stable=True).astype(jnp.int32)
+    return kernel_OI[:, order], order
 
 
 def unpack_words(words: jax.Array, bits: int, axis: int) -> jax.Array:

@@ -11,15 +11,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged.quantization.formats import HEAD, Settings, require, require_group, unpack_words
+from jaxpaged.quantization.formats import (
+    HEAD,
+    INDICES,
+    WORDS,
+    Settings,
+    by_output,
+    check_order,
+    in_order,
+    require,
+    require_group,
+    unpack_words,
+)
 from jaxpaged.quantization.scheme import (
+    FLOATS,
     KERNEL,
     ORDER,
     Arrays,
     Quantized,
     Scheme,
     Source,
-    UnsupportedQuantizationError,
+    Types,
 )
 from jaxpaged.quantization.weight_only import WeightOnly, pack_int4
 
@@ -43,30 +55,21 @@ class Gptq(Source):
     zero_offset: int
 
     @property
-    def tensors(self) -> tuple[str, ...]:
+    def tensors(self) -> Mapping[str, Types]:
         """What says something."""
-        return (
-            "qweight",
-            "scales",
-            *(("qzeros",) if self.has_zero else ()),
-            *(("g_idx",) if self.ordered else ()),
-        )
+        zeros = {"qzeros": WORDS} if self.has_zero else {}
+        order = {"g_idx": INDICES} if self.ordered else {}
+        return {"qweight": WORDS, "scales": FLOATS, **zeros, **order}
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """What says nothing."""
-        return tuple({"qzeros", "g_idx"} - set(self.tensors))
+        """What says nothing; old writers gave every product a bias, of zeros."""
+        return ("bias", *({"qzeros", "g_idx"} - self.tensors.keys()))
 
     def check(self, parts: Sequence[Mapping[str, np.ndarray]]) -> None:
         """Parts of one product share their rows, and so the order of these."""
-        if not self.ordered:
-            return
-        g_idx = parts[0]["g_idx"]
-        groups, size = parts[0]["scales"].shape[0], g_idx.size
-        if not np.array_equal(np.sort(g_idx), np.arange(size) // (size // groups)):
-            raise UnsupportedQuantizationError("its g_idx makes groups of different sizes")
-        if any(not np.array_equal(part["g_idx"], g_idx) for part in parts):
-            raise UnsupportedQuantizationError("its g_idx differs between parts of a product")
+        if self.ordered:
+            check_order([part["g_idx"] for part in parts], parts[0]["scales"].shape[0])
 
     def unpack(self, scheme: Scheme, tensors: Mapping[str, jax.Array]) -> Arrays:
         """[I · bits / 32, O] words, [groups, O] scales, [groups, O · bits / 32] words of zeros."""
@@ -74,20 +77,14 @@ class Gptq(Source):
         kernel = unpack_words(tensors["qweight"], self.bits, 0).T - middle
         arrays = {}
         if self.ordered:
-            if kernel.shape[1:] != tensors["g_idx"].shape:
-                raise TypeError("the order is not of these terms")
-            arrays[ORDER] = jnp.argsort(tensors["g_idx"], stable=True).astype(jnp.int32)
-            kernel = kernel[:, arrays[ORDER]]
+            kernel, arrays[ORDER] = in_order(kernel, tensors["g_idx"])
         arrays[KERNEL] = pack_int4(kernel) if self.bits == 4 else kernel.astype(jnp.int8)
-        arrays["kernel_scale"] = self._groups(tensors["scales"].astype(jnp.float32))
+        arrays["kernel_scale"] = by_output(tensors["scales"].astype(jnp.float32), self.whole)
         if self.has_zero:
             zero = unpack_words(tensors["qzeros"], self.bits, 1) + self.zero_offset
             zero = (zero & (2**self.bits - 1)) - middle
-            arrays["kernel_zero"] = self._groups(zero.astype(jnp.int8))
+            arrays["kernel_zero"] = by_output(zero.astype(jnp.int8), self.whole)
         return arrays
-
-    def _groups(self, x_GO: jax.Array) -> jax.Array:
-        return x_GO[0] if self.whole else x_GO.T
 
 
 def reader(settings: Settings) -> Callable[[str], Quantized | None]:

@@ -18,6 +18,8 @@ from pallas_kernels.quantized_linear import is_supported, quantized_linear
 from pallas_kernels.rms_norm import HalfNormed, Norm, Rows
 
 Arrays = dict[str, jax.Array]
+Types = tuple[str, ...]  # of numbers, as safetensors spells them
+FLOATS: Types = ("F32", "BF16", "F16")
 
 # The array that holds the weights: [*outputs, terms], as 8-bit products want it. Beside it may be
 # others: [*outputs], or [terms, *outputs], since a block of outputs is read at once.
@@ -139,8 +141,8 @@ class Source(Protocol):
     """Where the arrays of a product's part come from. Frozen and hashable."""
 
     @property
-    def tensors(self) -> tuple[str, ...]:
-        """What a checkpoint stores of a part, by the end of its name."""
+    def tensors(self) -> Mapping[str, Types]:
+        """What a checkpoint stores of a part, by the end of its name, and in which types."""
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -166,8 +168,12 @@ class Quantized:
 class FullPrecision(Source):
     """A checkpoint's ordinary weights, quantized tensor by tensor while they are loaded."""
 
-    tensors: tuple[str, ...] = ("weight",)
     ignored: tuple[str, ...] = ()
+
+    @property
+    def tensors(self) -> Mapping[str, Types]:
+        """A matrix."""
+        return {"weight": FLOATS}
 
     def unpack(self, scheme: Scheme, tensors: Mapping[str, jax.Array]) -> Arrays:
         """[O, I] in any float."""

@@ -25,6 +25,7 @@ from jaxpaged.parallel.sharding import put
 log = logging.getLogger(__name__)
 
 LEAF = "attention/kv_scale"  # of a layer's parameters
+NONE = -1.0  # as vLLM's tools say that there is no scale
 NAMES = re.compile(
     r"\blayers\.(?P<layer>\d+)\.self_attn\."
     r"(?:(?:attn\.|[kv]_proj\.)?(?P<kind>k|v|kv)_scale|(?P<product>[kv])_proj\.output_scale)$"
@@ -45,13 +46,18 @@ def read_scales(path: Path) -> dict[str, np.ndarray]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        return {name: np.asarray(value, np.float32) for name, value in read_json(path).items()}
     except FileNotFoundError:
         raise ModelFilesError(f"{path} is missing") from None
-    except ModelFilesError:
-        raise
-    except (SafetensorError, OSError, ValueError, TypeError) as error:
+    except (SafetensorError, OSError, TypeError) as error:
         raise ModelFilesError(f"{path} is unreadable: {error}") from error
+    stored = read_json(path)
+    try:
+        return {name: np.asarray(value, np.float32) for name, value in stored.items()}
+    except (TypeError, ValueError):
+        raise ModelFilesError(
+            f"{path} must hold a number, or one for each KV head, by names such as "
+            f"model.layers.0.self_attn.k_scale: calibrate-kv writes such files"
+        ) from None
 
 
 def write_scales(path: Path, scales: Mapping[str, np.ndarray]) -> None:
@@ -66,7 +72,7 @@ def write_scales(path: Path, scales: Mapping[str, np.ndarray]) -> None:
 def layer_scales(
     scales: Mapping[str, np.ndarray], spec: ModelSpec, origin: str
 ) -> dict[int, np.ndarray]:
-    """[2, K] of each layer that has any, 1 where one is not told.
+    """[2, K] of each layer that has any, 1 where one is not told or is `NONE`.
 
     Args:
         origin: what to name in an error.
@@ -80,6 +86,8 @@ def layer_scales(
         if match is None or int(match["layer"]) >= len(spec.layers):
             raise ModelFilesError(f"{origin}: {name} is no scale of this model's keys or values")
         value = np.asarray(value, np.float32).reshape(-1)
+        if value.size and (value == NONE).all():
+            continue
         if value.size not in (1, K) or not (np.isfinite(value) & (value > 0)).all():
             raise ModelFilesError(
                 f"{origin}: {name} must be a positive number or {K}, one for each KV head"

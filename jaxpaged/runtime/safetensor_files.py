@@ -20,7 +20,13 @@ from jaxpaged.models.checkpoint_rules import Pack, Rule
 from jaxpaged.models.spec import ModelSpec
 from jaxpaged.models.spread import spread_leaf
 from jaxpaged.parallel.sharding import put, tensor_sharding
-from jaxpaged.quantization import KERNEL, Quantized, UnsupportedQuantizationError
+from jaxpaged.quantization import (
+    FLOATS,
+    KERNEL,
+    Quantized,
+    Types,
+    UnsupportedQuantizationError,
+)
 from jaxpaged.runtime.gguf_files import GgufFiles
 from jaxpaged.runtime.kv_scales import is_kv_scale
 from jaxpaged.runtime.quantized_leaves import (
@@ -32,9 +38,10 @@ from jaxpaged.runtime.quantized_leaves import (
 )
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-FLOAT_TYPES = ("F32", "BF16", "F16")  # as the files spell them
-QUANTIZED_TYPES = (*FLOAT_TYPES, "F8_E4M3", "I8", "U8", "I32", "I64")
-DERIVED = ".rotary_emb.inv_freq"  # follows from config.json; old checkpoints hold it all the same
+UNUSED = (
+    ".rotary_emb.inv_freq",  # follows from config.json; old checkpoints hold it all the same
+    ".self_attn.q_scale",  # of queries, which stay as they are
+)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -69,11 +76,19 @@ class SafetensorFiles:
     def names(self) -> set[str]:
         return set(self._file_of)
 
-    def read(self, name: str, types: Sequence[str] = FLOAT_TYPES) -> np.ndarray:
-        """A tensor as it is stored, in one of these types."""
+    def read(self, name: str, types: Types = FLOATS) -> np.ndarray:
+        """A tensor as it is stored.
+
+        Raises:
+            ModelFilesError: it is of none of these types.
+        """
         dtype = self._file_of[name].get_slice(name).get_dtype()
         if dtype not in types:
-            raise ModelFilesError(f"{self.path}: {name} is {dtype}; supported: {', '.join(types)}")
+            raise ModelFilesError(
+                f"{self.path}: {name} is {dtype}, but by config.json it has to be "
+                f"{' or '.join(types)}: correct quantization_config there, or save the checkpoint "
+                f"anew in the format that it names"
+            )
         if dtype == "F8_E4M3":
             return self._read_e4m3(name)
         return self._file_of[name].get_tensor(name)
@@ -139,9 +154,9 @@ def _load_quantized(
     files: Files, rule: Rule, quantized: Quantized, leaves: Leaves, spec: ModelSpec
 ) -> Iterator[tuple[str, jax.Array, int]]:
     """The leaves that stand in a kernel's place."""
-    targets = kernel_leaves(leaves, rule.leaf)
+    targets, wanted = kernel_leaves(leaves, rule.leaf), quantized.source.tensors
     tensors = [
-        {kind: files.read(f"{part}.{kind}", QUANTIZED_TYPES) for kind in quantized.source.tensors}
+        {kind: files.read(f"{part}.{kind}", types) for kind, types in wanted.items()}
         for part in part_names(rule)
     ]
     for part, stored in zip(part_names(rule), tensors, strict=True):
@@ -212,7 +227,13 @@ def _check_names(files: Files, rules: Sequence[Rule], spec: ModelSpec) -> None:
         for part in part_names(rule):
             wanted.update(f"{part}.{kind}" for kind in quantized.source.tensors)
             optional.update(f"{part}.{kind}" for kind in quantized.source.ignored)
-    found = {name for name in files.names if not name.endswith(DERIVED) and not is_kv_scale(name)}
+    found = {name for name in files.names if not name.endswith(UNUSED) and not is_kv_scale(name)}
+    head = sorted(name for name in found - wanted - optional if name.startswith("lm_head."))
+    if spec.tie_embeddings and head:
+        raise ModelFilesError(
+            f"{files.path}: {head[0]} is of a head of the model's own, but config.json ties it to "
+            f"the embedding: set tie_word_embeddings to false there"
+        )
     problems = [
         f"{what} {', '.join(sorted(names)[:4])}"
         + (f" and {len(names) - 4} more" if len(names) > 4 else "")
@@ -224,6 +245,12 @@ def _check_names(files: Files, rules: Sequence[Rule], spec: ModelSpec) -> None:
     ]
     if problems:
         raise ModelFilesError(f"{files.path}: the checkpoint {'; it '.join(problems)}")
+    for name in sorted(found & optional - wanted):
+        if name.endswith(".bias") and files.read(name).any():
+            raise ModelFilesError(
+                f"{files.path}: {name} is not zero, but by config.json the model has no such bias: "
+                f"set attention_bias or mlp_bias there if the family has them"
+            )
 
 
 def _check_tied(files: Files, embedding: np.ndarray) -> None:

@@ -82,7 +82,10 @@ def load_params(
     loaded: Iterator[tuple[str, jax.Array, int]] = iter(())
     if load_format == "orbax":
         if any(layer.quantization.made_while_loading for layer in model.spec.layers):
-            raise ModelFilesError(f"--quantization reads safetensors or GGUF, and {path} is Orbax")
+            raise ModelFilesError(
+                f"--quantization reads safetensors or GGUF, and {path} is Orbax: name the folder "
+                f"that it was converted from, or leave --quantization out"
+            )
         params = flatten_dict(_restore(path, model, leaves, whole), sep="/")
         total = 0
     elif load_format == "dummy":

@@ -77,6 +77,15 @@ def test_files_beside_it_are_preferred(file: Path, tmp_path: Path) -> None:
     assert resolve_model(beside) == beside  # a model folder like any other
 
 
+def test_a_folder_without_a_tokenizer(file: Path) -> None:
+    (file.parent / "config.json").write_text(json.dumps({**CONFIG, "eos_token_id": 5}))
+    folder = resolve_model(file.parent)
+    assert (folder / "config.json").resolve() == file.parent / "config.json"
+    assert Tokenizer.load(folder).encode("hello")
+    (file.parent / "model.safetensors").touch()  # then the file is no more than beside
+    assert resolve_model(file.parent) == file.parent
+
+
 def test_errors(file: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelFilesError, match=r"missing\.gguf is missing$"):
         resolve_model("missing.gguf")

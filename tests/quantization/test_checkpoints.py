@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,59 +14,14 @@ import tiny_models
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 from paged_runner import PagedRunner, make_decoder
-from safetensors import safe_open
-from safetensors.numpy import save_file
+from quantized_checkpoints import CONFIG, settings, stored, write
 
 from jaxpaged.model_files import ModelFilesError
 from jaxpaged.models import load_spec
 from jaxpaged.models.decoder import abstract_params
-from jaxpaged.models.spec import UnsupportedModelError
 from jaxpaged.quantization.fp8 import Fp8
-from jaxpaged.runtime.safetensor_files import QUANTIZED_TYPES, SafetensorFiles
+from jaxpaged.quantization.weight_only import WeightOnly
 from jaxpaged.runtime.weights import load_params
-
-FIXTURE = Path(__file__).parents[1] / "fixtures" / "quantized.safetensors"
-CONFIG = tiny_models.QUANTIZED
-Tensors = dict[str, np.ndarray]
-
-
-@cache
-def settings() -> dict[str, Any]:
-    """quantization_config of each format."""
-    with safe_open(FIXTURE, framework="numpy") as file:
-        return {name: json.loads(text) for name, text in file.metadata().items()}
-
-
-class OneFile(SafetensorFiles):
-    """The fixture, which has 8-bit floats that NumPy's reader does not know."""
-
-    def __init__(self) -> None:
-        file = safe_open(FIXTURE, framework="numpy")
-        self.path = FIXTURE
-        self._file_of = dict.fromkeys(file.keys(), file)
-        self._path_of = dict.fromkeys(file.keys(), FIXTURE)
-
-
-def stored(name: str) -> tuple[Tensors, np.ndarray]:
-    """A checkpoint's tensors, and the reference's logits after each prompt."""
-    files, tensors = OneFile(), tiny_models.tensors(CONFIG)
-    found = {
-        key.removeprefix(name + "/"): np.asarray(files.read(key, QUANTIZED_TYPES))
-        for key in files.names
-        if key.startswith(name + "/")
-    }
-    logits = found.pop("logits")
-    for key in [key for key in tensors if ".layers.0." in key and "proj.weight" in key]:
-        del tensors[key]
-    return tensors | found, logits
-
-
-def write(folder: Path, name: str, tensors: Tensors, **changes: Any) -> dict[str, Any]:
-    config = {**CONFIG, "quantization_config": settings()[name] | changes}
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
-    return config
-
 
 NAMES = tuple(sorted(settings()))  # the file tells them in any order
 
@@ -170,86 +125,104 @@ def test_calibrated_scales_of_pages_are_no_surprise(tmp_path: Path) -> None:
     tensors, _ = stored("modelopt")
     tensors["model.layers.0.self_attn.k_proj.k_scale"] = np.ones((), np.float32)
     tensors["model.layers.0.self_attn.v_scale"] = np.ones(1, np.float32)
+    tensors["model.layers.0.self_attn.q_scale"] = np.ones(1, np.float32)
     model = make_decoder(write(tmp_path, "modelopt", tensors))
     load_params(tmp_path, model, progress=False)
 
 
-class TestErrors:
-    """One line each."""
+def test_settings_in_other_places() -> None:
+    def spec(**config: Any) -> Any:
+        return load_spec({**CONFIG, **config})
 
-    @pytest.mark.parametrize(
-        ("found", "match"),
-        [
-            ({"quant_method": "bitsandbytes"}, "ordinary weights with --quantization"),
-            ({"quant_method": "aqlm"}, "'aqlm' is not supported; supported: awq, compressed"),
-            ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv'"),
-            ({"quant_method": "gptq", "bits": 3}, "bits 3 is not supported; supported: 4, 8"),
-            ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
-            ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size 128 is not"),
-            ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"),
-            ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "24"}}, "24"),
-            ({"quant_method": "awq", "bits": 4, "group_size": "x"}, "group_size 'x' is not supp"),
-            ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size 0 is not supported"),
-            ({"quant_method": "fp8", "ignored_layers": 3}, "wrong kind .TypeError"),
-            ({"quant_method": "compressed-tensors", "ignore": ["re:("]}, "wrong kind .error: miss"),
-            (["awq"], "wrong kind .AttributeError"),
-        ],
-    )
-    def test_what_nothing_reads(self, found: Any, match: str) -> None:
-        with pytest.raises(UnsupportedModelError, match=match) as error:
-            load_spec({**CONFIG, "quantization_config": found})
-        assert "\n" not in str(error.value)
+    found = settings()["modelopt"]
+    deeper = {"quant_method": "modelopt", "quantization": found, "producer": {"name": "modelopt"}}
+    assert spec(quantization_config=deeper) == spec(quantization_config=found) != spec()
+    pages = {"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "FP8"}}
+    assert spec(quantization_config=pages) == spec()
+    found = settings()["compressed-tensors int8"]
+    assert spec(compression_config=found) == spec(quantization_config=found) != spec()
 
-    def test_parts_that_are_not_alike(self) -> None:
-        found = settings()["awq"] | {"modules_to_not_convert": ["q_proj"]}
-        with pytest.raises(UnsupportedModelError, match=r"quantizes some of .*q_proj.*k_proj"):
-            load_spec({**CONFIG, "quantization_config": found})
 
-    def test_quantized_twice(self) -> None:
-        with pytest.raises(UnsupportedModelError, match=r"fp8_per_channel needs .*\(awq\)"):
-            load_spec({**CONFIG, "quantization_config": settings()["awq"]}, "fp8_per_channel")
+PLAIN = ["model.layers.1", "lm_head"]
 
-    @pytest.mark.parametrize("name", ["compressed-tensors fp8 channel", "awq"])
-    def test_another_shape(self, tmp_path: Path, name: str) -> None:
-        tensors, _ = stored(name)
-        key = "model.layers.0.mlp.down_proj." + ("qweight" if name == "awq" else "weight")
-        for wrong in (tensors[key].T.copy(), tensors[key][None], tensors[key][:0]):
-            model = make_decoder(write(tmp_path, name, tensors | {key: wrong}))
-            with pytest.raises(
-                ModelFilesError, match="do not fit config.json: .*down_proj"
-            ) as error:
-                load_params(tmp_path, model, progress=False)
-            assert "\n" not in str(error.value)
 
-    @pytest.mark.parametrize(
-        ("name", "kind"), [("compressed-tensors fp8 channel", "weight_scale"), ("awq", "scales")]
-    )
-    @pytest.mark.parametrize("value", [np.nan, -np.inf])
-    def test_scales_that_are_no_numbers(
-        self, tmp_path: Path, name: str, kind: str, value: float
-    ) -> None:
-        tensors, _ = stored(name)
-        key = f"model.layers.0.mlp.up_proj.{kind}"
-        wrong = tensors[key].copy()
-        wrong.flat[-1] = value
-        model = make_decoder(write(tmp_path, name, tensors | {key: wrong}))
-        with pytest.raises(ModelFilesError, match=f"{key} holds NaN or infinite scales") as error:
-            load_params(tmp_path, model, progress=False)
-        assert "\n" not in str(error.value)
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("awq", {"quant_method": "awq", "w_bit": 4, "q_group_size": 32, "zero_point": False}),
+        (
+            "compressed-tensors fp8 channel",
+            {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+        ),
+        (
+            "compressed-tensors fp8 channel",
+            {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+        ),
+    ],
+)
+def test_other_writers_of_the_same(tmp_path: Path, name: str, found: dict[str, Any]) -> None:
+    tensors, _ = stored(name)
+    expected = load_params(tmp_path, make_decoder(write(tmp_path, name, tensors)), progress=False)
+    where = "exclude_modules" if found["quant_method"] == "modelopt" else "modules_to_not_convert"
+    config = {**CONFIG, "quantization_config": {**found, where: PLAIN}}
+    loaded = load_params(tmp_path, make_decoder(config), progress=False)
+    jax.tree.map(np.testing.assert_array_equal, loaded, expected)
 
-    def test_another_layout(self, tmp_path: Path) -> None:
-        name = "gptq 4 desc_act zeros"
-        tensors, _ = stored(name)
-        key = "model.layers.0.self_attn.k_proj.g_idx"
-        model = make_decoder(write(tmp_path, name, tensors | {key: tensors[key][::-1].copy()}))
-        with pytest.raises(ModelFilesError, match="g_idx differs between parts"):
-            load_params(tmp_path, model, progress=False)
-        zeros = {key: np.zeros_like(tensors[key])}
-        write(tmp_path, name, tensors | zeros)
-        with pytest.raises(ModelFilesError, match="groups of different sizes|differs"):
-            load_params(tmp_path, model, progress=False)
-        for kind, count in (("qweight", -1), ("scales", 0)):
-            key = f"model.layers.0.mlp.down_proj.{kind}"
-            write(tmp_path, name, tensors | {key: tensors[key][:count].copy()})
-            with pytest.raises(ModelFilesError, match=r"do not fit config.json: .*down_proj.qwei"):
-                load_params(tmp_path, model, progress=False)
+
+def test_a_name_goes_before_a_class() -> None:
+    found = settings()["compressed-tensors fp8 channel"]
+    group = found["config_groups"]["group_0"]
+    groups = {
+        "a": group,
+        "b": {**group, "targets": ["re:.*mlp.*"], "input_activations": None},
+        "c": {**group, "targets": ["model.layers.0.self_attn.o_proj"], "weights": None},
+    }
+    changed = found | {"config_groups": groups}
+    layer = load_spec({**CONFIG, "quantization_config": changed}).layers[0].quantization
+    assert isinstance(layer.qkv.scheme, Fp8)
+    assert layer.gate_up.scheme == layer.down.scheme == WeightOnly("float8_e4m3fn")
+    assert layer.o is None
+
+
+def test_compressed_tensors_whose_terms_have_an_order(tmp_path: Path) -> None:
+    """As llm-compressor used to store them, which no compressed-tensors of today reads."""
+    name, stream = "compressed-tensors int8", np.random.default_rng(0)
+    tensors, _ = stored(name)
+    plain = tensors.copy()
+    for product in [key[:-13] for key in tensors if key.endswith(".weight_scale")]:
+        rows, terms = tensors[f"{product}.weight"].shape
+        group_I = np.random.RandomState(terms).permutation(np.arange(terms) // 32)
+        scale = stream.uniform(0.001, 0.003, (rows, terms // 32)).astype(np.float32)
+        zero = stream.integers(-9, 9, scale.shape).astype(np.int8)
+        kernel = tensors[f"{product}.weight"] - zero[:, group_I].astype(np.int32)
+        plain[f"{product}.weight"] = (kernel * scale[:, group_I]).astype(np.float32)
+        del plain[f"{product}.weight_scale"]
+        arrays = {"scale": scale, "zero_point": zero, "g_idx": group_I.astype(np.int32)}
+        tensors |= {f"{product}.weight_{kind}": array for kind, array in arrays.items()}
+    weights = {"num_bits": 8, "type": "int", "symmetric": False, "actorder": "group"}
+    weights |= {"strategy": "group", "group_size": 32}
+    groups = {"config_groups": {"a": {"targets": ["Linear"], "weights": weights}}}
+    model = make_decoder(write(tmp_path, name, tensors, **groups))
+    found = load_params(tmp_path, model, progress=False)
+    found = widened(found, model.spec.layers[0].quantization.qkv.scheme)
+    write(tmp_path, name, plain)
+    expected = load_params(tmp_path, make_decoder(CONFIG), progress=False)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, expected)
+    for same in ("dynamic", True):
+        weights["actorder"] = same
+        assert make_decoder(write(tmp_path, name, tensors, **groups)).spec == model.spec
+    weights["actorder"] = "weight"
+    model = make_decoder(write(tmp_path, name, tensors, **groups))
+    with pytest.raises(ModelFilesError, match="unexpected .*weight_g_idx"):
+        load_params(tmp_path, model, progress=False)
+
+
+def test_biases_of_zeros_that_the_model_has_not(tmp_path: Path) -> None:
+    tensors, _ = stored("gptq 4")
+    bias = {f"model.layers.0.mlp.{x}_proj.bias": np.zeros(9, np.float16) for x in ("up", "down")}
+    model = make_decoder(write(tmp_path, "gptq 4", tensors | bias))
+    load_params(tmp_path, model, progress=False)
+    bias["model.layers.0.mlp.up_proj.bias"][3] = 1
+    write(tmp_path, "gptq 4", tensors | bias)
+    with pytest.raises(ModelFilesError, match=r"up_proj.bias is not zero.*set attention_bias or"):
+        load_params(tmp_path, model, progress=False)

@@ -64,6 +64,12 @@ def test_names_that_checkpoints_use(name: str, sides: list[int]) -> None:
     np.testing.assert_array_equal(found[1][:, 0], sides)
 
 
+def test_minus_one_is_no_scale() -> None:
+    scales = {f"{LAYER}.k_scale": np.float32(-1), f"{LAYER}.v_scale": np.float32(2)}
+    np.testing.assert_array_equal(layer_scales(scales, decoder().spec, "x")[1][:, 0], [1, 2])
+    assert layer_scales({f"{LAYER}.k_scale": np.float32(-1)}, decoder().spec, "x") == {}
+
+
 def test_other_names_are_not_taken() -> None:
     assert not is_kv_scale("model.layers.1.self_attn.k_proj.weight_scale")
     assert not is_kv_scale("model.layers.1.self_attn.q_scale")
@@ -75,6 +81,8 @@ def test_other_names_are_not_taken() -> None:
         ("model.layers.99.self_attn.k_scale", 1.0, "no scale of this model's"),
         ("model.embed_tokens.weight", 1.0, "no scale of this model's"),
         (f"{LAYER}.k_scale", 0.0, "positive number"),
+        (f"{LAYER}.k_scale", -2.0, "positive number"),
+        (f"{LAYER}.k_scale", [], "positive number"),
         (f"{LAYER}.k_scale", float("nan"), "k_scale must be a positive number"),
         (f"{LAYER}.v_scale", [1.0, float("inf")], "v_scale must be a positive number"),
         (f"{LAYER}.k_scale", [1.0] * 7, "positive number or 2"),
@@ -138,6 +146,13 @@ def test_files_that_cannot_be_read(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("[")
     with pytest.raises(ModelFilesError, match=name):
         read_scales(tmp_path / name)
+
+
+def test_a_file_of_something_else(tmp_path: Path) -> None:
+    file = tmp_path / "scales.json"
+    file.write_text('{"model_type": "llama", "kv_cache": {"scaling_factor": {"0": {"0": 0.1}}}}')
+    with pytest.raises(ModelFilesError, match="by names such as model.layers.0.self_attn.k_scale"):
+        read_scales(file)
 
 
 def test_calibrated_scales_leave_room_above_the_largest(tmp_path: Path) -> None:

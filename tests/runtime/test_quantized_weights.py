@@ -147,6 +147,7 @@ def test_leaves_of_copied_heads_and_their_shardings(tmp_path: Path, name: str) -
 
 def test_orbax_is_not_quantized_while_loading(tmp_path: Path) -> None:
     with pytest.raises(
-        ModelFilesError, match="--quantization reads safetensors or GGUF, and .* is Orbax"
+        ModelFilesError,
+        match="--quantization reads safetensors or GGUF, and .* is Orbax: name the folder",
     ):
         load(tmp_path, "fp8_per_channel", load_format="orbax")
