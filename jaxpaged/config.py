@@ -217,7 +217,12 @@ class EngineConfig:
         require(self, "seed", -(2**63) <= self.seed < 2**63, "a 64-bit int")
         require(self, "gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "in (0, 1]")
         require(self, "cpu_offload_gb", 0 <= self.cpu_offload_gb < float("inf"), "at least 0")
-        require(self, "engine_timeout", 0 <= self.engine_timeout < float("inf"), "at least 0")
+        require(
+            self,
+            "engine_timeout",
+            self.engine_timeout == 0 or 1 <= self.engine_timeout < float("inf"),
+            "0, or at least 1",
+        )
         require(self, "block_size", self.block_size in (16, 32, 64, 128), "16, 32, 64 or 128")
         for name in (
             "tensor_parallel_size",

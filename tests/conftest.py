@@ -17,7 +17,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # no test may depend on the network
 SOONER = ["--xla_cpu_parallel_codegen_split_count=1"]
 if metadata.version("jax").startswith("0.10."):  # the next one's XLA does not know it
     SOONER.append("--xla_cpu_use_fusion_emitters=false")
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *SOONER])
+os.environ["XLA_FLAGS"] = " ".join([*SOONER, os.environ.get("XLA_FLAGS", "")])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -107,7 +107,10 @@ class CoreFleet:
         for process in self._processes:
             if process.returncode is None:
                 process.kill()
-            await process.wait()
+        ending = [asyncio.create_task(process.wait()) for process in self._processes]
+        _, stuck = await asyncio.wait(ending, timeout=STOP_SECONDS)
+        if stuck:  # in a call of the GPU's driver, say, that never returns
+            log.error("%d of the engine's processes do not even end when killed", len(stuck))
         self._processes.clear()
         self._context.destroy(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -331,6 +331,7 @@ class EngineCore:
         stats = EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting + len(self._compiling),
+            num_queued_requests=scheduler.num_queued_requests,
             num_queued_tokens=scheduler.num_queued_tokens,
             kv_cache_usage=scheduler.pages.pool.usage,
             num_preemptions=scheduler.num_preemptions,

@@ -95,7 +95,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
 
     num_running: int = 0
     num_waiting: int = 0
-    num_queued_tokens: int = 0  # of the prompts that were never admitted
+    num_queued_requests: int = 0  # never admitted yet; waiting are sequences, preempted ones, too
+    num_queued_tokens: int = 0  # of their prompts
     kv_cache_usage: float = 0.0  # share of pages that sequences hold, 0-1
     num_preemptions: int = 0
     prefix_cache_queries: int = 0  # tokens

@@ -24,6 +24,7 @@ from jaxpaged.engine.messages import (
 from jaxpaged.engine.metrics import Metrics, MetricsRegistry
 from jaxpaged.engine.pool_watch import PoolWatch
 
+PROFILES = ("start_profile", "stop_profile")  # commands that may take as long as they like
 TIMEOUT_PARTS = 10  # how often an engine is looked after while it has time to answer
 
 
@@ -51,6 +52,7 @@ class Replica:
         # computed, since a core reads between steps.
         self._sent: list[int] = []
         self._sent_before: list[int] = []
+        self._profiling = 0  # of these, such as begin or write a profile
         self._silent: int | None = None  # parts of its time since a message; None: answered
         self._record()
 
@@ -66,7 +68,7 @@ class Replica:
         """Requests and prompt tokens that its queue would have too many of with this prompt."""
         unread = [*self._sent_before, *self._sent, prompt_len]
         return (
-            _beyond(self.stats.num_waiting + len(unread), config.max_num_queued_reqs),
+            _beyond(self.stats.num_queued_requests + len(unread), config.max_num_queued_reqs),
             _beyond(self.stats.num_queued_tokens + sum(unread), config.max_num_queued_tokens),
         )
 
@@ -94,7 +96,8 @@ class Replica:
         """Kill its process once it leaves a message unanswered for `timeout` seconds (0: never).
 
         A core answers whatever it is sent with its state, a step later at most; one that nothing is
-        sent to is asked. Only time in which this process runs counts, and no time of a command.
+        sent to is asked. Only time in which this process runs counts, and none in which it is to
+        begin or write a profile.
         """
         while timeout and self.dead is None:
             await asyncio.sleep(timeout / TIMEOUT_PARTS)
@@ -106,7 +109,7 @@ class Replica:
                     "(--engine-timeout)"
                 )
                 return
-            elif not self._commands:
+            elif not self._profiling:
                 self._silent += 1
 
     async def command(self, command: Command) -> str | None:
@@ -119,11 +122,14 @@ class Replica:
         if self.dead is not None:
             raise self.dead
         answer = asyncio.get_running_loop().create_future()
+        slow = command.name in PROFILES
         self._commands[command.number] = answer
-        self._core.send(command)
+        self._profiling += slow
+        self.send(command)
         try:
             done: CommandDone = await answer
         finally:
+            self._profiling -= slow
             del self._commands[command.number]
         if done.error is not None:
             raise BadRequestError(done.error)
@@ -137,7 +143,11 @@ class Replica:
         """It will never answer again."""
         self.dead = error
         idle = dict.fromkeys(
-            ("num_running", "num_waiting", "num_queued_tokens", "iteration_tokens"), 0
+            (
+                *("num_running", "num_waiting", "num_queued_requests", "num_queued_tokens"),
+                "iteration_tokens",
+            ),
+            0,
         )
         self.stats = msgspec.structs.replace(
             self.stats, **idle, kv_cache_usage=0.0, device_step_seconds=0.0
@@ -199,6 +209,7 @@ def together(replicas: Sequence[Replica]) -> EngineStats:
     return EngineStats(
         num_running=sum(one.num_running for one in stats),
         num_waiting=sum(one.num_waiting for one in stats),
+        num_queued_requests=sum(one.num_queued_requests for one in stats),
         num_queued_tokens=sum(one.num_queued_tokens for one in stats),
         kv_cache_usage=held / pages if pages else 0.0,
         num_preemptions=sum(one.num_preemptions for one in stats),

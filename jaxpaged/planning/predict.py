@@ -114,7 +114,8 @@ def predict(spec: ModelSpec, config: EngineConfig, options: PlanOptions) -> Pred
     if problem is not None:
         smallest = next(fitting(gpu, config, spec), None)
         if smallest is not None:
-            replicas = max(1, min(dp, gpu.per_host // smallest.gpus))  # that share a host
+            most = min(gpu.per_host, count) // smallest.gpus  # that share a host
+            replicas = max(1, min(dp, most))
             parallel = smallest.tp, smallest.pp, replicas
     else:
         lengths = trace_lengths(options)

@@ -92,7 +92,7 @@ def as_json(
             "shared_prefix": options.shared_prefix,
         },
         "predicted": None if found.served is None else _served(found.served),
-        "command": shlex.join(flags(model, config, found)),
+        "command": shlex.join(flags(model, config, found)) if found.can_run else None,
         "notes": notes(found),
     }
 

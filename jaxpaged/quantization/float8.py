@@ -100,7 +100,7 @@ def reader(settings: Settings) -> Callable[[str], Quantized | None]:
 
 def modelopt_reader(settings: Settings) -> Callable[[str], Quantized | None]:
     """quant_method "modelopt"; in a file of its own the settings stand one step deeper."""
-    settings = {**settings, **settings.get("quantization", {})}
+    settings = {**settings, **(settings.get("quantization") or {})}
     algorithm = settings.get("quant_algo")
     require("modelopt", "quant_algo", algorithm, ("FP8", PER_OUTPUT, None))
     plain = [HEAD, *(settings.get("ignore") or []), *(settings.get("exclude_modules") or [])]

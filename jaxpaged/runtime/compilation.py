@@ -166,8 +166,7 @@ class Executables(Generic[Key]):
             if self._take({key: self._load(key)}):
                 program = self._program(key)
                 with _without_jax_cache():
-                    self._compiled[key] = program.lower().compile(compiler_options=program.options)
-                self._store_away(key)
+                    self._compiled[key] = self._compile(key, program.lower(), program.options)
             compiled = self._compiled[key]
         return compiled
 
@@ -208,9 +207,13 @@ class Executables(Generic[Key]):
         self._compiled.update(loaded)
         return [key for key in found if key not in loaded]
 
-    def _store_away(self, key: Key) -> None:
+    def _compile(
+        self, key: Key, lowered: jax.stages.Lowered, options: dict[str, Any]
+    ) -> jax.stages.Compiled:
+        compiled = lowered.compile(compiler_options=options)
         if self._store is not None:
-            self._store.save(self._path(self._store, key), self._compiled[key])
+            self._store.save(self._path(self._store, key), compiled)
+        return compiled
 
     def forget_loaded(self) -> bool:
         """Drop what came from the store, here and there; whether anything did."""
@@ -290,14 +293,12 @@ def _compile_in(pool: Executor, work: list[tuple[Executables[Key], Key]], progre
                     program = own._program(key)
                     lowered = program.lower()
                     own.trace_seconds += time.perf_counter() - start
-                    future = pool.submit(lowered.compile, compiler_options=program.options)
-                    future.add_done_callback(lambda _: progress.update())
+                    future = pool.submit(own._compile, key, lowered, program.options)
+                    future.add_done_callback(lambda f: progress.update(not f.cancelled()))
                     pending[future] = own, key
             for future in as_completed(pending):
                 own, key = pending[future]
                 own._compiled[key] = future.result()
-                # Only now: writing an executable out holds the GIL, and tracing would wait for it.
-                pool.submit(own._store_away, key)
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         raise

@@ -23,6 +23,7 @@ from jaxpaged.runtime.startup import start_runner
 OWN = {
     *("host_id", "distributed_timeout", "model", "revision", "download_dir", "compile_cache_dir"),
     *("tokenizer", "skip_tokenizer_init", "generation_config", "kv_cache_scales"),
+    "engine_timeout",
 }
 
 

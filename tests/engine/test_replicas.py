@@ -217,7 +217,12 @@ def test_an_engine_that_hangs_is_killed_and_everybody_hears_why():
         await anext(stream)
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
-        command = asyncio.create_task(watching.replicas[0].command(Command(0, "start_profile")))
+        command, quick = (
+            asyncio.create_task(replica.command(Command(number, name)))
+            for number, (replica, name) in enumerate(
+                zip(watching.replicas, ("start_profile", "reset_prefix_cache"), strict=True)
+            )
+        )
         began = time.monotonic()
         with pytest.raises(EngineDeadError, match=r"^engine 1 did not answer for 2 s"):
             async for _ in stream:
@@ -225,10 +230,12 @@ def test_an_engine_that_hangs_is_killed_and_everybody_hears_why():
         assert time.monotonic() - began > 2
         await until(lambda: None not in [replica.dead for replica in hung])
         assert str(hung[0].dead) == str(hung[1].dead)
+        with pytest.raises(EngineDeadError):
+            await quick
         await asyncio.sleep(0.5)
         os.kill(pids[0], signal.SIGCONT)
         await command
-        assert len(watching.living) == len(other.living) == 1, "a command may take its time"
+        assert len(watching.living) == len(other.living) == 1, "a profile may take its time"
 
     watching, other = (replace(TWO_ENGINES, engine_timeout=timeout) for timeout in (2.0, 0.0))
     with_front_ends(work, watching, other)

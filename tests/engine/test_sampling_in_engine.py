@@ -239,6 +239,17 @@ def test_abort_and_stop_string_in_mid_flight(core: EngineCore) -> None:
     assert core.stats().kv_cache_usage == 0 and core.stats().num_running == 0
 
 
+def test_only_requests_that_were_never_admitted_are_in_the_queue(folder: Path) -> None:
+    core = make_core(folder, max_num_seqs=2)
+    core.add(request("a", PROMPT, max_tokens=4, n=4))
+    while core.stats().num_running < 2:
+        core.step()
+    assert core.stats().num_waiting == 2 and core.stats().num_queued_requests == 0
+    core.add(request("b", PROMPT, max_tokens=1))
+    assert core.stats().num_queued_requests == 1
+    drain(core)
+
+
 def test_a_full_queue_answers_503(folder: Path) -> None:
     core = make_core(folder, max_num_queued_reqs=2)
     found = outputs(core, *(request(str(i), PROMPT, max_tokens=2) for i in range(4)))

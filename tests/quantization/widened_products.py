@@ -23,8 +23,8 @@ SCHEMES = (
 )
 
 
-def scratch_bytes(scheme: WeightOnly, layers: int, sharding: Any, options: Any) -> int:
-    """What so many gated products and those back take beside arguments and results."""
+def lowered(scheme: WeightOnly, layers: int, sharding: Any) -> jax.stages.Lowered:
+    """So many gated products and those back."""
 
     def weights(outputs: tuple[int, ...], size: int) -> dict[str, jax.ShapeDtypeStruct]:
         return {
@@ -41,7 +41,12 @@ def scratch_bytes(scheme: WeightOnly, layers: int, sharding: Any, options: Any) 
 
     rows = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.bfloat16, sharding=sharding)
     all_layers = [(weights((2, INNER), WIDTH), weights((WIDTH,), INNER))] * layers
-    compiled = jax.jit(chain).lower(rows, all_layers).compile(compiler_options=options)
+    return jax.jit(chain).lower(rows, all_layers)
+
+
+def scratch_bytes(program: jax.stages.Lowered, options: Any) -> int:
+    """What it takes beside arguments and results."""
+    compiled = program.compile(compiler_options=options)
     return compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -55,4 +60,5 @@ if __name__ == "__main__":
     with jax.sharding.use_abstract_mesh(h200_mesh().abstract_mesh):
         sharding = NamedSharding(h200_mesh(), PartitionSpec())
         for scheme in SCHEMES:
-            print(*(scratch_bytes(scheme, count, sharding, options) for count in (2, 6)))
+            programs = [lowered(scheme, count, sharding) for count in (2, 6)]
+            print(*(scratch_bytes(program, options) for program in programs))
