@@ -1,4 +1,4 @@
-"""Every family in every layout: what test_engines and test_pipeline take samples of."""
+"""Every family in every layout; test_engines and test_pipeline look closer at some."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import pytest
 from own_process import report_of
 
 FAMILIES = ("llama3", "mistral-window", "qwen2", "qwen3", "gemma3-old")
-
-pytestmark = [pytest.mark.layouts, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
