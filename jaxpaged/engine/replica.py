@@ -48,11 +48,11 @@ class Replica:
         self._core, self._records_steps = core, records_steps
         self._pool_watch = PoolWatch(self.send)
         self._commands: dict[int, asyncio.Future[CommandDone]] = {}  # by number, unanswered
+        self._profiling = 0  # of these, such as begin or write a profile
         # Lengths of prompts that `stats` may not count: sent since it came, or while that step was
         # computed, since a core reads between steps.
         self._sent: list[int] = []
         self._sent_before: list[int] = []
-        self._profiling = 0  # of these, such as begin or write a profile
         self._silent: int | None = None  # parts of its time since a message; None: answered
         self._record()
 
