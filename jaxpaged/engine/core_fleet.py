@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 CORE_COMMAND = (sys.executable, "-m", "jaxpaged.engine.core_process")
 LAST_WORDS_SECONDS = 0.5  # a message sent just before the end may arrive after it
 STOP_SECONDS = 10.0  # until cores that do not end are killed
+LAST_SECONDS = 30.0  # until those that do not even end then are left behind
 DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
@@ -108,7 +109,7 @@ class CoreFleet:
             if process.returncode is None:
                 process.kill()
         ending = [asyncio.create_task(process.wait()) for process in self._processes]
-        _, stuck = await asyncio.wait(ending, timeout=STOP_SECONDS)
+        _, stuck = await asyncio.wait(ending, timeout=LAST_SECONDS)
         if stuck:  # in a call of the GPU's driver, say, that never returns
             log.error("%d of the engine's processes do not even end when killed", len(stuck))
         self._processes.clear()

@@ -23,7 +23,7 @@ from jaxpaged.server.run import Service, run_server
 
 PARENT_SECONDS = 1.0  # how often it looks whether its parent still lives
 LAST_WORDS_MS = 1000  # for its own requests to hear that the parent is gone
-FIRST_WORD_SECONDS = 2.0  # for the first server to tell what all of them fail at
+FIRST_WORD_SECONDS = 10.0  # for the first server to tell what all of them fail at
 
 
 class ApiServer(msgspec.Struct):

@@ -157,7 +157,7 @@ def test_a_client_leaves(cluster: Cluster):
         first = next(answer.iter_lines())
         assert answer.status_code == 200 and '"error"' not in first, first
         eventually(lambda: cluster.running() == 1)
-    eventually(lambda: cluster.running() == 0)
+    eventually(lambda: cluster.running() == 0, 10)
 
 
 def test_a_replica_is_killed_under_load(cluster: Cluster):
@@ -165,7 +165,7 @@ def test_a_replica_is_killed_under_load(cluster: Cluster):
     with ThreadPoolExecutor(16) as pool:
         streams = [pool.submit(cluster.chat, "hello world", 200) for _ in range(8)]
         pieces = [pool.submit(cluster.post, "/v1/completions", **WHOLE) for _ in range(4)]
-        eventually(lambda: cluster.running() == 12, 10)
+        eventually(lambda: cluster.running() == 12)
         ((victim, load),) = cluster.by_replica("num_requests_running").most_common(1)
         ray.kill(ray.get_actor(names()[victim], namespace="serve"), no_restart=True)
         later = [pool.submit(cluster.chat, "hello world", 5) for _ in range(8)]

@@ -43,8 +43,8 @@ def test_clients_that_leave_while_running_and_while_queued(slow_server: Server, 
         assert slow_server.metric("kv_cache_usage_perc") > 0
         with sent(slow_server, stream=streamed), sent(slow_server, stream=streamed, n=2):
             eventually(lambda: load(slow_server) == (1, 2))
-        eventually(lambda: load(slow_server) == (1, 0), 2)
-    eventually(lambda: load(slow_server) == (0, 0), 2)
+        eventually(lambda: load(slow_server) == (1, 0), 6)
+    eventually(lambda: load(slow_server) == (0, 0), 6)
     assert slow_server.metric("kv_cache_usage_perc") == 0
     eventually(
         lambda: slow_server.metric("request_success_total", finished_reason="abort") == aborts + 3
