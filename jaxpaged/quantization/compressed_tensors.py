@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged.quantization.float8 import IGNORED, Whole, blocks
+from jaxpaged.quantization.float8 import IGNORED, EightBitFloats, Whole, blocks
 from jaxpaged.quantization.formats import (
-    EIGHT_BIT_FLOATS,
     INDICES,
     WORDS,
     Settings,
@@ -107,21 +106,17 @@ class Integers(Source):
 
 
 @dataclass(frozen=True)
-class GroupedFloats(Source):
+class GroupedFloats(EightBitFloats):
     """e4m3 [O, I] with scales [O, groups]."""
 
+    scale: str = "weight_scale"
     ignored: tuple[str, ...] = IGNORED
-
-    @property
-    def tensors(self) -> Mapping[str, Types]:
-        """Weights and scales."""
-        return {"weight": EIGHT_BIT_FLOATS, "weight_scale": FLOATS}
 
     def unpack(self, scheme: Scheme, tensors: Mapping[str, jax.Array]) -> Arrays:
         """As they are."""
         return {
             KERNEL: tensors["weight"],
-            "kernel_scale": tensors["weight_scale"].astype(jnp.float32),
+            "kernel_scale": tensors[self.scale].astype(jnp.float32),
         }
 
 

@@ -35,17 +35,23 @@ PER_OUTPUT = "FP8_PER_CHANNEL_PER_TOKEN"  # in ModelOpt's words
 IGNORED = ("input_scale", "activation_scale", "k_scale", "v_scale", "output_scale")
 
 
-@dataclass(frozen=True)
-class Whole(Source):
-    """e4m3 with one scale a tensor, or an output."""
+class EightBitFloats(Source):
+    """e4m3 beside scales, in a tensor that is named `scale`."""
 
-    scale: str = "weight_scale"
-    ignored: tuple[str, ...] = IGNORED
+    scale: str
 
     @property
     def tensors(self) -> Mapping[str, Types]:
         """Weights and scales."""
         return {"weight": EIGHT_BIT_FLOATS, self.scale: FLOATS}
+
+
+@dataclass(frozen=True)
+class Whole(EightBitFloats):
+    """e4m3 with one scale a tensor, or an output."""
+
+    scale: str = "weight_scale"
+    ignored: tuple[str, ...] = IGNORED
 
     def unpack(self, scheme: Scheme, tensors: Mapping[str, jax.Array]) -> Arrays:
         """[O, I] and a scale, one or [O] or [O, 1]."""
@@ -57,17 +63,12 @@ class Whole(Source):
 
 
 @dataclass(frozen=True)
-class Blocks(Source):
+class Blocks(EightBitFloats):
     """e4m3 with a scale for each block of outputs and terms."""
 
     block: int
     scale: str = "weight_scale_inv"
     ignored: tuple[str, ...] = IGNORED
-
-    @property
-    def tensors(self) -> Mapping[str, Types]:
-        """Weights and scales."""
-        return {"weight": EIGHT_BIT_FLOATS, self.scale: FLOATS}
 
     def unpack(self, scheme: Scheme, tensors: Mapping[str, jax.Array]) -> Arrays:
         """[O, I] and [O / block, I / block]."""

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
-import jax
 import pytest
-from deviceless import compile_without_card
+from deviceless import compile_without_card, needs_compiler
 
-pytestmark = pytest.mark.skipif(
-    find_spec("jax_cuda13_plugin") is None or jax.__version_info__ < (0, 11),
-    reason="needs jax >= 0.11 with its CUDA plugin (docs/kernels.md says how to install it)",
-)
+pytestmark = needs_compiler
 
 
 def compiled(*arguments: str) -> list[str]:

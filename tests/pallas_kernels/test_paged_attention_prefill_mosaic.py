@@ -9,7 +9,6 @@ barriers and the arithmetic, not how queries and outputs travel.
 from __future__ import annotations
 
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from deviceless import check_mosaic
+from deviceless import check_mosaic, needs_compiler
 from jax.experimental import pallas as pl
 from ragged_attention import attention_by_definition, ragged_batch
 
@@ -94,10 +93,7 @@ def test_rings_fit_in_shared_memory() -> None:
         assert rings + 2 * 64 * H * 2 < 227 << 10
 
 
-@pytest.mark.skipif(
-    find_spec("jax_cuda13_plugin") is None or jax.__version_info__ < (0, 11),
-    reason="needs jax >= 0.11 with its CUDA plugin (docs/kernels.md says how to install it)",
-)
+@needs_compiler
 def test_compiles_with_products_that_overlap() -> None:
     check_mosaic("prefill", count=7)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from deviceless import check_mosaic
+from deviceless import check_mosaic, needs_compiler
 from jax.experimental import pallas as pl
 
 from pallas_kernels import quantized_linear_mosaic as module
@@ -120,10 +119,7 @@ def test_bad_settings(field: str) -> None:
         dataclasses.replace(TuningConfig(32, 2, 4), **{field: 0})
 
 
-@pytest.mark.skipif(
-    find_spec("jax_cuda13_plugin") is None or jax.__version_info__ < (0, 11),
-    reason="needs jax >= 0.11 with its CUDA plugin (docs/kernels.md says how to install it)",
-)
+@needs_compiler
 def test_compiles_with_products_that_overlap() -> None:
     check_mosaic("products", count=9)
 

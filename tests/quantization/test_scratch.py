@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
-import jax
 import pytest
-from deviceless import compile_without_card
+from deviceless import compile_without_card, needs_compiler
 
 from jaxpaged.quantization.weight_only import WeightOnly
 from jaxpaged.runtime.compilation import compile_options
@@ -30,10 +27,7 @@ def test_on_a_cpu(scheme: WeightOnly) -> None:
     assert ("optimization_barrier" in programs[0].as_text()) == (scheme.group is not None)
 
 
-@pytest.mark.skipif(
-    find_spec("jax_cuda13_plugin") is None or jax.__version_info__ < (0, 11),
-    reason="needs jax >= 0.11 with its CUDA plugin (docs/kernels.md says how to install it)",
-)
+@needs_compiler
 def test_on_an_h200() -> None:
     out, _ = compile_without_card("quantization/widened_products.py")
     found = [tuple(map(int, line.split())) for line in out.splitlines()]
