@@ -23,6 +23,7 @@ import numpy as np
 
 from benchmarks.common import write_results
 from benchmarks.decode_latency import dummy_llm, seconds
+from benchmarks.engine_flags import add_engine_flags, engine_settings
 from jaxpaged import LLM
 
 SHOWN = 24  # kernels listed, those with the most time first
@@ -92,9 +93,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--dtype", default="auto")
+    add_engine_flags(parser)
     parser.add_argument("--name", help="of the file in benchmarks/results")
     args = parser.parse_args()
-    with dummy_llm(args.model, args.context, args.steps, max(args.batch), args.dtype) as llm:
+    settings = engine_settings(args)
+    largest = max(args.batch)
+    with dummy_llm(args.model, args.context, args.steps, largest, args.dtype, **settings) as llm:
         layers = json.loads(args.model.read_text())["num_hidden_layers"]
         draw = np.random.default_rng(0)
         traced, rows = [], []
@@ -116,6 +120,7 @@ def main() -> None:
             {
                 "model": args.model.stem,
                 "attention_backend": llm.info.attention_backend,
+                **settings,
                 "context": args.context,
                 "steps": traced,
                 "rows": rows,

@@ -75,12 +75,12 @@ products() {
 # engines MODEL SECONDS ARGUMENTS...: the figures of several engines in one file
 engines() {
   local model=$1 limit=$2; shift 2
-  run "$limit" -m benchmarks.engines --model "$M/$model.json" --repeats 2 --calls 1 "$@"
+  run "$limit" -m benchmarks.engines --model "$M/$model.json" --calls 1 "$@"
 }
 
 floats_of() {
   local pages="--kv-cache-dtype fp8"
-  engines "$1" 475 --name "engines_$1_floats" --engine= --engine="$pages" \
+  engines "$1" 530 --name "engines_$1_floats" --engine= --engine="$pages" \
     --engine="-q fp8_per_channel" --engine="-q fp8_per_channel $pages" \
     --engine="-q fp8_per_channel --quantize-lm-head" \
     --engine="-q fp8_per_tensor" --engine="-q fp8_per_tensor $pages"
@@ -91,7 +91,7 @@ integers_of() {
   for q in int8_per_channel_weight_only int4_per_group_weight_only; do
     each+=(--engine="-q $q" --engine="-q $q --kv-cache-dtype fp8")
   done
-  engines "$1" 300 --name "engines_$1_integers" "${each[@]}"
+  engines "$1" 400 --name "engines_$1_integers" "${each[@]}"
 }
 
 floats() { floats_of qwen2.5-7b; }
@@ -100,7 +100,7 @@ integers() { integers_of qwen2.5-7b; }
 integers-8b() { integers_of llama-3.1-8b; }
 
 large() {
-  engines qwen2.5-72b 300 --engine="-q fp8_per_channel" --engine="-q int4_per_group_weight_only"
+  engines qwen2.5-72b 420 --engine="-q fp8_per_channel" --engine="-q int4_per_group_weight_only"
 }
 
 offload() {
@@ -124,7 +124,7 @@ scaling() {
 
 scaling-small() {
   for model in qwen2.5-7b llama-3.1-8b; do
-    engines $model 235 --engine= --engine="-tp 2" --engine="-pp 2" --name engines_${model}_two
+    engines $model 300 --engine= --engine="-tp 2" --engine="-pp 2" --name engines_${model}_two
   done
 }
 

@@ -6,12 +6,14 @@ import contextlib
 import gc
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -23,6 +25,7 @@ from jaxpaged.runtime.executable_store import ExecutableStore, check_folder
 
 log = logging.getLogger(__name__)
 
+TRITON_DIALECT = "jaxlib.mlir.dialects.tt"
 CUBLAS_ALONE = {"xla_gpu_enable_triton_gemm": False}  # for products that XLA does
 
 
@@ -129,6 +132,9 @@ class Program:
 
     def lower(self) -> jax.stages.Lowered:
         """Trace the function."""
+        # JAX asks for a Python module of Triton's dialect at every pointer of a kernel, searches
+        # the file system in vain, and forgets it: a sixth of all tracing, unless it finds one.
+        sys.modules.setdefault(TRITON_DIALECT, ModuleType(TRITON_DIALECT))
         return jax.jit(
             self.function, donate_argnums=self.donate, out_shardings=self.out_shardings
         ).lower(*self.args)

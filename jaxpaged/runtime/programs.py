@@ -172,6 +172,7 @@ class Programs:
                     ),
                 )
             case Sample(num_rows, variant):
+                head = self.model.spec.head
                 return Program(
                     functools.partial(
                         sample, self.model, self.shapes, num_rows, variant, self.max_logprobs
@@ -188,7 +189,10 @@ class Programs:
                     ),
                     donate=(3, 4),
                     out_shardings=whole,
-                    options=options,
+                    options=compile_options(
+                        self.platform,
+                        rounds_rows=set() if head is None else {head.scheme.rounds_rows},
+                    ),
                 )
             case Embed(num_rows):
                 return Program(
