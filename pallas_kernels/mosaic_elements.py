@@ -17,26 +17,14 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 
+from pallas_kernels.wide_integers import unit, unpack_4_bits
+
 WGMMA = plgpu.Layout.WGMMA
 SPLAT = plgpu.Layout.WG_SPLAT(())
 THREADS = 128  # of a warpgroup
 SCRATCH = 4 * THREADS  # numbers that a warpgroup needs to add up over its threads
 QUARTERS = 4  # weights of four bits in an element, the first in the lowest bits
 RUN = 64  # terms of which the first, second, third and last sixteen share elements
-
-# Weights of two elements, as 16-bit floats: put under the bits of 128 (bfloat16) or 1024 (float16)
-# they make that plus the weight, from which `$2` leaves what they stand for.
-_UNPACK = """{{
-    .reg .b32 a, one;
-    mov.b32 one, {one};
-    shr.u32 a, $1, {shift};
-    lop3.b32 a, a, 0x000F000F, {bits}, 0xEA;
-    fma.rn.{type}x2 $0, a, one, $2;
-}}"""
-_UNPACKED: dict[str, dict[str, Any]] = {
-    "bfloat16": {"type": "bf16", "bits": 0x43004300, "one": 0x3F803F80, "base": 128},
-    "float16": {"type": "f16", "bits": 0x64006400, "one": 0x3C003C00, "base": 1024},
-}
 
 
 class Outputs(NamedTuple):
@@ -228,15 +216,13 @@ def half_of_bands(x_BN: jax.Array, half: int) -> jax.Array:
 
 
 def unpack_run(words_BX: jax.Array, run: int, zero_B: jax.Array | None, dtype: Any) -> jax.Array:
-    """One run of weights [B, RUN] less 8, and less zeros, of words [B, X].
+    """One run of weights [B, RUN] less 8, and less zeros, of words [B, X], in `dtype`'s units.
 
-    Every quarter of a run lies in its words as the tensor core wants it. In half precision, in
-    which all is exact.
+    Every quarter of a run lies in its words as the tensor core wants it. All is exact.
     """
-    name, B = jnp.dtype(dtype).name, words_BX.shape[0]
-    offset = -(_UNPACKED[name]["base"] + 8)
-    less_B = jnp.full((B,), offset, dtype) if zero_B is None else offset - zero_B.astype(dtype)
-    less_B = plgpu.layout_cast(less_B, WGMMA.reduce(1))
+    B = words_BX.shape[0]
+    less_B = jnp.full((B,), -8, dtype) if zero_B is None else -8 - zero_B.astype(dtype)
+    less_B = plgpu.layout_cast(less_B * unit(dtype), WGMMA.reduce(1))
 
     @plgpu.inline_mgpu(
         arg_types=(WGMMA, WGMMA.reduce(1)),
@@ -254,7 +240,7 @@ def unpack_run(words_BX: jax.Array, run: int, zero_B: jax.Array | None, dtype: A
             wide = llvm.inline_asm(
                 i32,
                 [mgpu.utils.bitcast(x, i32) for x in (word, less.registers[(band, 0, *rest)])],
-                _UNPACK.format(shift=4 * quarter, **_UNPACKED[name]),
+                unpack_4_bits(quarter, dtype, less="$2"),
                 "=r,r,r",
             )
             out[index] = mgpu.utils.bitcast(wide, pair)

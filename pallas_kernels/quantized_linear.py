@@ -34,6 +34,7 @@ from pallas_kernels.product_parts import (
     share_sum,
 )
 from pallas_kernels.rms_norm import HalfNormed, Rows
+from pallas_kernels.wide_integers import WIDE, unit, unpack_4_bits, widen_8_bits
 
 PACKED = 4  # weights of four bits in an element, the first in the lowest bits
 RUN = 64  # terms of which the first, second, third and last sixteen share elements
@@ -42,22 +43,6 @@ MAX_E4M3_ROWS = 16  # of rows in e4m3, which cuBLASLt multiplies as they are
 PROGRAMS = 132  # multiprocessors of an H100 or H200
 E4M3 = jnp.float8_e4m3fn
 
-# Weights of two elements, as 16-bit floats: put under the bits of 128 (bfloat16) or 1024 (float16)
-# they make that plus the weight; that and 8 less is what they stand for. `shift` brings down those
-# that are wanted.
-_UNPACK = """{{
-    .reg .b32 a, one, less;
-    mov.b32 one, {one};
-    mov.b32 less, {less};
-    shr.u32 a, $1, {shift};
-    lop3.b32 a, a, 0x000F000F, {base}, 0xEA;
-    fma.rn.{type}x2 $0, a, one, less;
-}}"""
-_CONSTANTS = {
-    "bfloat16": {"type": "bf16", "base": 0x43004300, "one": 0x3F803F80, "less": 0xC308C308},
-    "float16": {"type": "f16", "base": 0x64006400, "one": 0x3C003C00, "less": 0xE408E408},
-}
-
 
 @dataclass(frozen=True)
 class TuningConfig:
@@ -65,7 +50,7 @@ class TuningConfig:
 
     Attributes:
         block_out: outputs of a program, 32, 64, 128 or 256.
-        block_rows: rows of a program, a power of two from 16 to 256.
+        block_rows: rows of a program, a power of two from 8 to 256.
         block_in: terms of the sum that are loaded at once, a power of two from 32 to 512, with 4
             bits from 64; groups that share a scale are multiples.
         splits: programs that share the sum, up to 16.
@@ -83,8 +68,8 @@ class TuningConfig:
     def __post_init__(self) -> None:
         if self.block_out not in (32, 64, 128, 256):
             raise ValueError(f"block_out must be 32, 64, 128 or 256, got {self.block_out}")
-        if self.block_rows not in (16, 32, 64, 128, 256):
-            raise ValueError(f"block_rows must be a power of two to 256, got {self.block_rows}")
+        if self.block_rows not in (8, 16, 32, 64, 128, 256):
+            raise ValueError(f"block_rows must be a power of two from 8, got {self.block_rows}")
         if self.block_in not in (32, 64, 128, 256, 512):
             raise ValueError(f"block_in must be a power of two up to 512, got {self.block_in}")
         if not 1 <= self.splits <= 16:
@@ -110,10 +95,10 @@ def tuning_config(*, T: int, D: int, F: int, group: int, rows_dtype: Any) -> Tun
     Rows of 8 bits, and few of 16, are multiplied by mma.sync: wgmma, which Triton takes from four
     warps on for rows in 16 bits, waits for weights that are widened in registers, step by step.
     """
-    rows = 16 if T <= 16 else 32 if T <= 32 else 64
+    rows = 8 if T <= 8 else 16 if T <= 16 else 32 if T <= 32 else 64
     block_in, block_out, per_core, warps, stages = min(128, group & -group), 64, 2, 4, 5
-    if rows_dtype != E4M3 and rows == 16:
-        per_core, warps, stages = 8, 2, 3
+    if rows_dtype != E4M3 and rows <= 16:
+        per_core, warps, stages = 4, 2, 3
     elif rows_dtype != E4M3:
         block_out, stages = (64 if F % 128 else 128), 3
     splits = min(round(per_core * PROGRAMS / (F // block_out)), D // block_in // 2, 16)
@@ -186,7 +171,7 @@ def quantized_linear(
     if dtype is None:
         dtype = jnp.bfloat16 if x_TD.dtype == E4M3 else x_TD.dtype
     config = config or tuning_config(T=T, D=D, F=F, group=group, rows_dtype=x_TD.dtype)
-    if x_TD.dtype.name not in _CONSTANTS and not x_TD.dtype == kernel_FX.dtype == E4M3:
+    if x_TD.dtype.name not in WIDE and not x_TD.dtype == kernel_FX.dtype == E4M3:
         raise ValueError(f"rows in {x_TD.dtype} do not go with a kernel in {kernel_FX.dtype}")
     if not config.fits(D, F, group) or packed > 1 and config.block_in % RUN:
         raise ValueError(f"rows of {D} to {F} outputs in groups of {group} do not fit {config}")
@@ -250,6 +235,9 @@ def _kernel(
     t_R = lax.rem(pid, row_blocks) * R + jnp.arange(R)
     at_R = jnp.minimum(t_R, T - 1)  # rows after the last are computed, but never written
     steps = D // C
+    dtype = ref["x"].dtype
+    is_float = ref["kernel"].dtype == E4M3
+    one = 1.0 if is_float else unit(dtype)  # what comes out of the kernel for it
 
     def rows(d_C: jax.Array) -> jax.Array:
         # Not the last row over and over: all programs would ask for the same few lines at once.
@@ -260,13 +248,15 @@ def _kernel(
         if not packed:
             d_C = i * C + jnp.arange(C)
             kernel_WC = ref["kernel"][f_W[:, None], d_C[None, :]]
-            return _dot(kernel_WC.astype(ref["x"].dtype), rows(d_C))
+            if is_float:
+                return _dot(kernel_WC.astype(dtype), rows(d_C))
+            return _dot(_widen(kernel_WC, dtype, on_card), rows(d_C))
         x_X, run = jnp.arange(C // PACKED), RUN // PACKED
         words_WX = ref["kernel"][f_W[:, None], (i * (C // PACKED) + x_X)[None, :]]
         first_X = i * C + lax.div(x_X, run) * RUN + lax.rem(x_X, run)
         sum_WR = jnp.zeros((W, R), jnp.float32)
         for part in range(PACKED):
-            part_WX = _unpack(words_WX, part, ref["x"].dtype, on_card)
+            part_WX = _unpack(words_WX, part, dtype, on_card)
             sum_WR += _dot(part_WX, rows(first_X + part * run))
         return sum_WR
 
@@ -280,8 +270,9 @@ def _kernel(
             last = lax.rem(i, steps // groups) == steps // groups - 1
             sums_R = ref["sum"][g, at_R]
             zero_W = ref["zero"][g, f_W].astype(jnp.float32)
-            new_WR -= jnp.where(last, zero_W, 0.0)[:, None] * sums_R[None, :]
-        return sum_WR + new_WR * ref["scale"][g, f_W][:, None]
+            new_WR -= jnp.where(last, zero_W * one, 0.0)[:, None] * sums_R[None, :]
+        scale_W = ref["scale"][g, f_W] * (1 / one)
+        return _fused(new_WR, scale_W[:, None], sum_WR, on_card)
 
     first, end = lax.div(steps * split, splits), lax.div(steps * (split + 1), splits)
     sum_WR = lax.fori_loop(first, end, step, jnp.zeros((W, R), jnp.float32))
@@ -291,8 +282,8 @@ def _kernel(
             if "zero" in ref:
                 sums_R = ref["sum"][0, at_R]
                 zero_W = ref["zero"][0, f_W].astype(jnp.float32)
-                sum_WR -= zero_W[:, None] * sums_R[None, :]
-            sum_WR *= ref["scale"][0, f_W][:, None]
+                sum_WR -= (zero_W * one)[:, None] * sums_R[None, :]
+            sum_WR *= (ref["scale"][0, f_W] * (1 / one))[:, None]
         if "row_scale" in ref:
             sum_WR *= ref["row_scale"][at_R][None, :]
         if "square" in ref:
@@ -327,14 +318,34 @@ def _dot(kernel_WC: jax.Array, x_RC: jax.Array) -> jax.Array:
 
 
 def _unpack(words_WX: jax.Array, part: int, dtype: Any, on_card: bool) -> jax.Array:
-    """One of each element's weights, less 8."""
+    """One of each element's weights, less 8, in that dtype's units."""
+    if on_card:
+        return _elementwise(unpack_4_bits(part, dtype), "=r,r", 2, words_WX, dtype=dtype)
+    weights_WX = (words_WX.astype(jnp.int32) >> 4 * part & 15) - 8
+    return (weights_WX * unit(dtype)).astype(dtype)
+
+
+def _widen(kernel_WC: jax.Array, dtype: Any, on_card: bool) -> jax.Array:
+    """8-bit integers, in that dtype's units."""
+    if on_card:
+        return _elementwise(widen_8_bits(dtype), "=r,=r,r", 4, kernel_WC, dtype=dtype)
+    return (kernel_WC * unit(dtype)).astype(dtype)
+
+
+def _fused(a: jax.Array, b: jax.Array, c: jax.Array, on_card: bool) -> jax.Array:
+    """a * b + c: on the card the compiler would take two instructions, with a rounding each."""
     if not on_card:
-        return ((words_WX.astype(jnp.int32) >> 4 * part & 15) - 8).astype(dtype)
-    (wide_WX,) = pltriton.elementwise_inline_asm(
-        _UNPACK.format(shift=4 * part, **_CONSTANTS[jnp.dtype(dtype).name]),
-        args=[words_WX],
-        constraints="=r,r",
-        pack=2,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(words_WX.shape, dtype)],
+        return a * b + c
+    b = jnp.broadcast_to(b, a.shape)
+    return _elementwise("fma.rn.f32 $0, $1, $2, $3;", "=r,r,r,r", 1, a, b, c, dtype=a.dtype)
+
+
+def _elementwise(asm: str, constraints: str, pack: int, *args: jax.Array, dtype: Any) -> jax.Array:
+    (result,) = pltriton.elementwise_inline_asm(
+        asm,
+        args=args,
+        constraints=constraints,
+        pack=pack,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, dtype)],
     )
-    return wide_WX
+    return result

@@ -46,6 +46,7 @@ from pallas_kernels.mosaic_elements import (
 )
 from pallas_kernels.product_parts import ACTIVATIONS, NOT_IN_KERNELS, result_shapes
 from pallas_kernels.rms_norm import HalfNormed, Rows
+from pallas_kernels.wide_integers import unit
 
 MIN_ROWS, MAX_ROWS = 17, 128  # fewer, and more, cost less elsewhere
 LINE = 128  # bytes of swizzled shared memory: of an output's weights in a step
@@ -487,6 +488,7 @@ def _sum(scratch: _Scratch, work: _Work, mine: tuple[Any, Any], outputs: Outputs
             for i, group_BN in enumerate(pl.run_scoped(partial(multiply, at=at), *accs)):
                 scale_B = scales[at + i]
                 if scale_B is not None:
+                    scale_B *= 1 / unit(dtype) if packed else 1
                     group_BN *= lax.broadcast_in_dim(scale_B, group_BN.shape, (0,))
                 sum_BN += group_BN
         plgpu.barrier_arrive(scratch.consumed.at[slot])
@@ -513,7 +515,8 @@ def _finish(
         return lax.broadcast_in_dim(values_B, (B, N), (0,))
 
     if ref["scale"].shape[0] == 1:
-        sum_BN *= of_outputs(ref["scale"].at[0])
+        one = unit(ref["x"].dtype) if ref["kernel"].dtype == jnp.uint16 else 1
+        sum_BN *= of_outputs(ref["scale"].at[0]) * (1 / one)
     if "square" in ref:
         mean_N = load_row_sums(ref["square"], t, N, numbers_ref) / (ref["x"].shape[1] * LANES)
         sum_BN *= lax.broadcast_in_dim(lax.rsqrt(mean_N + eps), (B, N), (1,))
