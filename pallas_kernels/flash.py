@@ -16,12 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.byte_pairs import (
-    even_and_odd,
-    join_columns,
-    split_columns,
-)
-from pallas_kernels.page_scales import FLOAT8, check_page_scales
+from pallas_kernels.byte_pairs import as_pairs, even_and_odd, join_columns, split_columns
+from pallas_kernels.page_scales import check_page_scales, computed_dtype
 
 MASKED = -1e30  # score of a key that a row cannot see; finite, so that no row becomes NaN
 LOG2_E = math.log2(math.e)
@@ -158,12 +154,24 @@ def _padded_place(ref: Any, index: tuple[Any, ...]) -> tuple[Any, jax.Array]:
     return ref.at[(*columns, h_1H)], jnp.broadcast_to(h_1H < H, (R, padded(H)))
 
 
+def readable(pages_P2KSH: jax.Array, q_dtype: Any) -> tuple[jax.Array, jnp.dtype]:
+    """The pool as `Pages` takes it, and what keys and values of it are converted to.
+
+    Raises:
+        ValueError: pages of one byte that make no pairs.
+    """
+    dtype = computed_dtype(q_dtype, pages_P2KSH.dtype)
+    if pages_P2KSH.dtype.itemsize == 1 and dtype != jnp.float32:
+        dtype = jnp.dtype(jnp.float16)
+    return as_pairs(pages_P2KSH), dtype
+
+
 @dataclass(frozen=True)
 class Pages:
     """A KV head's keys and values in a kernel, and how queries meet them.
 
     Attributes:
-        pages_ref: the pool, [P, 2, K, S, H], as `byte_pairs.as_bytes` or `as_pairs` has it.
+        pages_ref: the pool, [P, 2, K, S, H], as `byte_pairs.as_pairs` has it.
         scale_ref: its scales, [2, K] or [P, 2, K, S]; None: it has none.
         page_table_ref: pages of each sequence, [B, M].
         k: the head.
@@ -233,11 +241,10 @@ class Pages:
         return softmax.fold(q, k, v, sees_RC, scoring, slot_scales)
 
     def _converted(self, loaded: jax.Array) -> Parts:
+        parts: Parts = (loaded,)
         if self.in_pairs:
-            return even_and_odd(loaded, self.stored, interpret=self.interpret)
-        if self.stored in FLOAT8:
-            loaded = lax.bitcast_convert_type(loaded, self.stored)
-        return (loaded.astype(self.dtype),)
+            parts = even_and_odd(loaded, self.stored, interpret=self.interpret)
+        return tuple(part.astype(self.dtype) for part in parts)
 
     def normalised(self, softmax: Softmax) -> jax.Array:
         """The rows' attention outputs [R, H]."""

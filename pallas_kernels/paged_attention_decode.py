@@ -19,7 +19,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.byte_pairs import as_bytes, as_pairs
 from pallas_kernels.flash import (
     MASKED,
     Pages,
@@ -28,9 +27,9 @@ from pallas_kernels.flash import (
     check_operands,
     load_rows,
     padded,
+    readable,
     store_rows,
 )
-from pallas_kernels.page_scales import computed_dtype
 
 FEW = 8  # sequences up to which each may be cut into tens of items
 GRAIN = 16  # keys that the items' lengths are multiples of
@@ -136,7 +135,7 @@ def paged_attention_decode(
     B, K = kv_len_B.shape[0], pages_P2KSH.shape[2]
     if T != B and (into_TNH is None or T < B):
         raise ValueError(f"{T} queries for {B} sequences")
-    dtype = computed_dtype(q_TNH.dtype, pages_P2KSH.dtype)
+    pool, dtype = readable(pages_P2KSH, q_TNH.dtype)
     narrow = pages_P2KSH.dtype.itemsize == 1
     config = config or tuning_config(B=B, K=K, H=H, bytes_per_element=dtype.itemsize, narrow=narrow)
     plan = _share_out(
@@ -149,9 +148,6 @@ def paged_attention_decode(
         interpret=interpret,
     )
     W = plan.item_W5.shape[0]
-    pool = as_bytes(pages_P2KSH)
-    if pool.dtype.itemsize == 1 and dtype != jnp.float32 and H % 2 == 0:
-        pool, dtype = as_pairs(pages_P2KSH), jnp.dtype(jnp.float16)
     ins = [plan.item_W5, plan.arrived_BK, q_TNH, page_table_BM, pool]
     ins += [] if page_scales is None else [page_scales]
     outs = [jax.ShapeDtypeStruct(q_TNH.shape, q_TNH.dtype)]
