@@ -93,6 +93,12 @@ def paired(x_RH: jax.Array) -> jax.Array:
     return even | (odd << 8)
 
 
+def unpaired(pair_RD: jax.Array, stored: Any) -> jax.Array:
+    """The reverse, in a dtype of one byte."""
+    even, odd = ((pair_RD >> shift).astype(jnp.uint8) for shift in (0, 8))
+    return lax.bitcast_convert_type(join_columns(even, odd), stored)
+
+
 def split_columns(x_RH: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Even and odd columns, [R, H / 2] each."""
     R, H = x_RH.shape

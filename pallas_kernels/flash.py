@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.byte_pairs import as_pairs, even_and_odd, join_columns, split_columns
-from pallas_kernels.page_scales import check_page_scales, computed_dtype
+from pallas_kernels.byte_pairs import even_and_odd, join_columns, split_columns, unpaired
+from pallas_kernels.page_scales import check_page_scales
 
 MASKED = -1e30  # score of a key that a row cannot see; finite, so that no row becomes NaN
 LOG2_E = math.log2(math.e)
@@ -154,18 +154,6 @@ def _padded_place(ref: Any, index: tuple[Any, ...]) -> tuple[Any, jax.Array]:
     return ref.at[(*columns, h_1H)], jnp.broadcast_to(h_1H < H, (R, padded(H)))
 
 
-def readable(pages_P2KSH: jax.Array, q_dtype: Any) -> tuple[jax.Array, jnp.dtype]:
-    """The pool as `Pages` takes it, and what keys and values of it are converted to.
-
-    Raises:
-        ValueError: pages of one byte that make no pairs.
-    """
-    dtype = computed_dtype(q_dtype, pages_P2KSH.dtype)
-    if pages_P2KSH.dtype.itemsize == 1 and dtype != jnp.float32:
-        dtype = jnp.dtype(jnp.float16)
-    return as_pairs(pages_P2KSH), dtype
-
-
 @dataclass(frozen=True)
 class Pages:
     """A KV head's keys and values in a kernel, and how queries meet them.
@@ -177,6 +165,7 @@ class Pages:
         k: the head.
         stored: dtype of the pool.
         dtype: what keys and values are converted to.
+        split: pairs become even and odd columns, else whole rows.
         interpret: the kernel does not run on a GPU.
     """
 
@@ -186,11 +175,8 @@ class Pages:
     k: jax.Array
     stored: Any
     dtype: Any
+    split: bool = False
     interpret: bool = False
-
-    @property
-    def in_pairs(self) -> bool:
-        return self.pages_ref.dtype == jnp.uint16
 
     @property
     def _scaled_slots(self) -> bool:
@@ -203,7 +189,7 @@ class Pages:
 
     def start(self, R: int, H: int) -> Softmax:
         """Of R rows of which nothing has been seen yet."""
-        return Softmax.start(R, H // 2, H // 2) if self.in_pairs else Softmax.start(R, H)
+        return Softmax.start(R, H // 2, H // 2) if self.split else Softmax.start(R, H)
 
     def meet(self, q_RH: jax.Array, scoring: Scoring) -> tuple[Parts, Scoring]:
         """Queries as `fold` wants them, and the scoring of what they give there."""
@@ -217,7 +203,7 @@ class Pages:
             power_R1 = jnp.exp2(jnp.floor(jnp.log2(largest_R1)))
             q_RH, scale = q_RH / power_R1, scale * power_R1
         q_RH = q_RH.astype(self.dtype)
-        q = split_columns(q_RH) if self.in_pairs else (q_RH,)
+        q = split_columns(q_RH) if self.split else (q_RH,)
         return q, replace(scoring, scale=scale)
 
     def fold(
@@ -242,8 +228,10 @@ class Pages:
 
     def _converted(self, loaded: jax.Array) -> Parts:
         parts: Parts = (loaded,)
-        if self.in_pairs:
+        if self.split:
             parts = even_and_odd(loaded, self.stored, interpret=self.interpret)
+        elif loaded.dtype == jnp.uint16:
+            parts = (unpaired(loaded, self.stored),)
         return tuple(part.astype(self.dtype) for part in parts)
 
     def normalised(self, softmax: Softmax) -> jax.Array:

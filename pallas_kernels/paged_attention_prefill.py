@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.byte_pairs import as_pairs
 from pallas_kernels.flash import (
     Pages,
     Scoring,
@@ -26,9 +27,9 @@ from pallas_kernels.flash import (
     check_operands,
     load_rows,
     padded,
-    readable,
     store_rows,
 )
+from pallas_kernels.page_scales import computed_dtype
 
 
 @dataclass(frozen=True)
@@ -98,12 +99,12 @@ def paged_attention_prefill(
     check_operands(q_TNH, pages_P2KSH, page_table_BM, kv_len_B, page_scales)
     T, N, H = q_TNH.shape
     K = pages_P2KSH.shape[2]
-    pool, dtype = readable(pages_P2KSH, q_TNH.dtype)
+    dtype = computed_dtype(q_TNH.dtype, pages_P2KSH.dtype)
     config = config or tuning_config(H=H, bytes_per_element=dtype.itemsize)
     tile_X4 = prefill_tiles(
         query_start_B1, kv_len_B, num_decodes, num_seqs, T=T, tokens=config.block_rows // (N // K)
     )
-    ins = [tile_X4, q_TNH, page_table_BM, pool]
+    ins = [tile_X4, q_TNH, page_table_BM, as_pairs(pages_P2KSH)]
     ins += [] if page_scales is None else [page_scales]
     return pl.pallas_call(
         partial(
@@ -113,7 +114,6 @@ def paged_attention_prefill(
             config=config,
             stored=pages_P2KSH.dtype,
             dtype=dtype,
-            interpret=interpret,
         ),
         grid=(tile_X4.shape[0] * K,),
         out_shape=jax.ShapeDtypeStruct(q_TNH.shape, q_TNH.dtype),
@@ -171,7 +171,6 @@ def _prefill_kernel(
     config: TuningConfig,
     stored: Any,
     dtype: Any,
-    interpret: bool,
 ) -> None:
     *scale_ref, out_ref = rest
     pid = pl.program_id(0)
@@ -193,7 +192,7 @@ def _prefill_kernel(
         q_RH = load_rows(q_ref, row + filled_R, n_R)
         position_R = position + filled_R
         scales = scale_ref[0] if scale_ref else None
-        pages = Pages(pages_ref, scales, page_table_ref, k, stored, dtype, interpret)
+        pages = Pages(pages_ref, scales, page_table_ref, k, stored, dtype)
         q, scored = pages.meet(q_RH, scoring)
 
         def fold(i: jax.Array, softmax: Softmax) -> Softmax:
