@@ -47,16 +47,21 @@ CONVERSIONS = {
 }
 
 
+def makes_pairs(H: int) -> bool:
+    """Whether halves of such rows are whole pairs, and enough of them for a tensor core."""
+    return H % 4 == 0 and H > 16
+
+
 def as_pairs(pages_P2KSH: jax.Array) -> jax.Array:
     """Pages of one byte as uint16[P, 2, K, S, H / 2], the same memory; others as they are.
 
     Raises:
-        ValueError: halves of rows that are not whole pairs, or too few for a tensor core.
+        ValueError: rows that `makes_pairs` says no to.
     """
     *shape, H = pages_P2KSH.shape
     if pages_P2KSH.dtype.itemsize > 1:
         return pages_P2KSH
-    if H % 4 or H <= 16:
+    if not makes_pairs(H):
         raise ValueError(f"heads in pages of one byte must be multiples of 4 from 20, got {H}")
     return lax.bitcast_convert_type(pages_P2KSH.reshape(*shape, H // 2, 2), jnp.uint16)
 
