@@ -306,7 +306,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16"])
     parser.add_argument("--steps", nargs="*", default=["8x8", "256x256", "2048x256"])
     parser.add_argument("--pages", help="dtype of pages of one byte; default: the queries'")
-    parser.add_argument("--gib", type=int, help="of such pages; default: %d of them" % POOL)
+    parser.add_argument("--gib", type=int, help=f"of such pages; default: {POOL} pages")
     parser.add_argument("--rope-write", action="store_true", help="that kernel, not attention")
     parser.add_argument("--sampling", nargs="*", type=int, default=[], metavar="R", help="rows")
     parser.add_argument("--linear", nargs="*", type=int, default=[], metavar="T", help="rows")
