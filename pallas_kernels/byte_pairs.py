@@ -4,8 +4,10 @@ Two neighbours of a row, an even column and an odd one, come as one number of 16
 loaded is as wide as what is multiplied, so that it goes from memory to registers by the same
 instructions as half precision. There a few instructions make two float16 of every four bytes; what
 Triton itself makes of a conversion takes longer than the bytes do. Products of rows are then sums
-over even and odd columns. Pairs are also what is written: JAX's Triton kernels count elements in
-32 bits with a sign as long as an array has no more than 4 GiB, which bytes would exceed.
+over even and odd columns. (Prefill has no registers left for that: it takes whole rows.)
+
+No kernel sees a pool's bytes, also not to write them: JAX's Triton kernels count elements in 32
+bits with a sign as long as an array has no more than 4 GiB, which may be more bytes than that.
 
 These functions run inside kernels of Pallas' Triton dialect.
 """
