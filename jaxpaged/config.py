@@ -68,14 +68,21 @@ class EngineConfig:
     )
     quantization: str | None = setting(
         None,
-        "store the layers' matrices in fewer bits, made from ordinary weights while loading; "
-        "checkpoints in awq, gptq, fp8, compressed-tensors or modelopt are recognised without it",
+        "store the layers' matrices in fewer bits, made from ordinary weights while loading; what "
+        "a checkpoint stores is recognised without it: its name (awq and those that follow) says "
+        "that it must be so",
         short="-q",
         choices=(
             "fp8_per_tensor",
             "fp8_per_channel",
             "int8_per_channel_weight_only",
             "int4_per_group_weight_only",
+            "awq",
+            "compressed-tensors",
+            "fbgemm_fp8",
+            "fp8",
+            "gptq",
+            "modelopt",
         ),
     )
     quantize_lm_head: bool = setting(

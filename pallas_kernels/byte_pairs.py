@@ -1,10 +1,13 @@
-"""Pages of one byte read as pairs, the way tensor cores like their operands.
+"""Pages of one byte as pairs, the way tensor cores like their operands.
 
 Two neighbours of a row, an even column and an odd one, come as one number of 16 bits: what is
 loaded is as wide as what is multiplied, so that it goes from memory to registers by the same
 instructions as half precision. There a few instructions make two float16 of every four bytes; what
 Triton itself makes of a conversion takes longer than the bytes do. Products of rows are then sums
-over even and odd columns.
+over even and odd columns. (Prefill has no registers left for that: it takes whole rows.)
+
+No kernel sees a pool's bytes, also not to write them: JAX's Triton kernels count elements in 32
+bits with a sign as long as an array has no more than 4 GiB, which may be more bytes than that.
 
 These functions run inside kernels of Pallas' Triton dialect.
 """
@@ -17,8 +20,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as pltriton
-
-from pallas_kernels.page_scales import FLOAT8
 
 # PTX from two pairs, $1, to their even halves or their odd ones, $0.
 CONVERSIONS = {
@@ -48,18 +49,30 @@ CONVERSIONS = {
 }
 
 
+def makes_pairs(H: int) -> bool:
+    """Whether halves of such rows are whole pairs, and enough of them for a tensor core."""
+    return H % 4 == 0 and H > 16
+
+
 def as_pairs(pages_P2KSH: jax.Array) -> jax.Array:
-    """uint16[P, 2, K, S, H / 2]: the same memory."""
-    shape = pages_P2KSH.shape
-    pairs = pages_P2KSH.reshape(*shape[:-1], shape[-1] // 2, 2)
-    return lax.bitcast_convert_type(pairs, jnp.uint16)
+    """Pages of one byte as uint16[P, 2, K, S, H / 2], the same memory; others as they are.
+
+    Raises:
+        ValueError: rows that `makes_pairs` says no to.
+    """
+    *shape, H = pages_P2KSH.shape
+    if pages_P2KSH.dtype.itemsize > 1:
+        return pages_P2KSH
+    if not makes_pairs(H):
+        raise ValueError(f"heads in pages of one byte must be multiples of 4 from 20, got {H}")
+    return lax.bitcast_convert_type(pages_P2KSH.reshape(*shape, H // 2, 2), jnp.uint16)
 
 
-def as_bytes(pages_P2KSH: jax.Array) -> jax.Array:
-    """Floats of eight bits as int8, the same memory: those no masked load can fill up."""
-    if pages_P2KSH.dtype in FLOAT8:
-        return lax.bitcast_convert_type(pages_P2KSH, jnp.int8)
-    return pages_P2KSH
+def from_pairs(pool: jax.Array, stored: Any) -> jax.Array:
+    """The reverse, for pages of this dtype."""
+    if jnp.dtype(stored).itemsize > 1:
+        return pool
+    return lax.bitcast_convert_type(pool, stored).reshape(*pool.shape[:-1], -1)
 
 
 def even_and_odd(pair: jax.Array, stored: Any, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
@@ -79,6 +92,18 @@ def even_and_odd(pair: jax.Array, stored: Any, *, interpret: bool) -> tuple[jax.
         for asm in CONVERSIONS[jnp.dtype(stored).name]
     )
     return even, odd
+
+
+def paired(x_RH: jax.Array) -> jax.Array:
+    """uint16[R, H / 2] of numbers of one byte, as `as_pairs` has them."""
+    even, odd = split_columns(lax.bitcast_convert_type(x_RH, jnp.uint8).astype(jnp.uint16))
+    return even | (odd << 8)
+
+
+def unpaired(pair_RD: jax.Array, stored: Any) -> jax.Array:
+    """The reverse, in a dtype of one byte."""
+    even, odd = ((pair_RD >> shift).astype(jnp.uint8) for shift in (0, 8))
+    return lax.bitcast_convert_type(join_columns(even, odd), stored)
 
 
 def split_columns(x_RH: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -16,12 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.byte_pairs import (
-    even_and_odd,
-    join_columns,
-    split_columns,
-)
-from pallas_kernels.page_scales import FLOAT8, check_page_scales
+from pallas_kernels.byte_pairs import even_and_odd, join_columns, split_columns, unpaired
+from pallas_kernels.page_scales import check_page_scales
 
 MASKED = -1e30  # score of a key that a row cannot see; finite, so that no row becomes NaN
 LOG2_E = math.log2(math.e)
@@ -163,12 +159,13 @@ class Pages:
     """A KV head's keys and values in a kernel, and how queries meet them.
 
     Attributes:
-        pages_ref: the pool, [P, 2, K, S, H], as `byte_pairs.as_bytes` or `as_pairs` has it.
+        pages_ref: the pool, [P, 2, K, S, H], as `byte_pairs.as_pairs` has it.
         scale_ref: its scales, [2, K] or [P, 2, K, S]; None: it has none.
         page_table_ref: pages of each sequence, [B, M].
         k: the head.
         stored: dtype of the pool.
         dtype: what keys and values are converted to.
+        split: pairs become even and odd columns, else whole rows.
         interpret: the kernel does not run on a GPU.
     """
 
@@ -178,11 +175,8 @@ class Pages:
     k: jax.Array
     stored: Any
     dtype: Any
+    split: bool = False
     interpret: bool = False
-
-    @property
-    def in_pairs(self) -> bool:
-        return self.pages_ref.dtype == jnp.uint16
 
     @property
     def _scaled_slots(self) -> bool:
@@ -195,7 +189,7 @@ class Pages:
 
     def start(self, R: int, H: int) -> Softmax:
         """Of R rows of which nothing has been seen yet."""
-        return Softmax.start(R, H // 2, H // 2) if self.in_pairs else Softmax.start(R, H)
+        return Softmax.start(R, H // 2, H // 2) if self.split else Softmax.start(R, H)
 
     def meet(self, q_RH: jax.Array, scoring: Scoring) -> tuple[Parts, Scoring]:
         """Queries as `fold` wants them, and the scoring of what they give there."""
@@ -209,7 +203,7 @@ class Pages:
             power_R1 = jnp.exp2(jnp.floor(jnp.log2(largest_R1)))
             q_RH, scale = q_RH / power_R1, scale * power_R1
         q_RH = q_RH.astype(self.dtype)
-        q = split_columns(q_RH) if self.in_pairs else (q_RH,)
+        q = split_columns(q_RH) if self.split else (q_RH,)
         return q, replace(scoring, scale=scale)
 
     def fold(
@@ -233,11 +227,12 @@ class Pages:
         return softmax.fold(q, k, v, sees_RC, scoring, slot_scales)
 
     def _converted(self, loaded: jax.Array) -> Parts:
-        if self.in_pairs:
-            return even_and_odd(loaded, self.stored, interpret=self.interpret)
-        if self.stored in FLOAT8:
-            loaded = lax.bitcast_convert_type(loaded, self.stored)
-        return (loaded.astype(self.dtype),)
+        parts: Parts = (loaded,)
+        if self.split:
+            parts = even_and_odd(loaded, self.stored, interpret=self.interpret)
+        elif loaded.dtype == jnp.uint16:
+            parts = (unpaired(loaded, self.stored),)
+        return tuple(part.astype(self.dtype) for part in parts)
 
     def normalised(self, softmax: Softmax) -> jax.Array:
         """The rows' attention outputs [R, H]."""

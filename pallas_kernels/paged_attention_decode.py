@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.byte_pairs import as_bytes, as_pairs
+from pallas_kernels.byte_pairs import as_pairs
 from pallas_kernels.flash import (
     MASKED,
     Pages,
@@ -138,6 +138,8 @@ def paged_attention_decode(
         raise ValueError(f"{T} queries for {B} sequences")
     dtype = computed_dtype(q_TNH.dtype, pages_P2KSH.dtype)
     narrow = pages_P2KSH.dtype.itemsize == 1
+    if narrow and dtype != jnp.float32:
+        dtype = jnp.dtype(jnp.float16)
     config = config or tuning_config(B=B, K=K, H=H, bytes_per_element=dtype.itemsize, narrow=narrow)
     plan = _share_out(
         kv_len_B,
@@ -149,10 +151,7 @@ def paged_attention_decode(
         interpret=interpret,
     )
     W = plan.item_W5.shape[0]
-    pool = as_bytes(pages_P2KSH)
-    if pool.dtype.itemsize == 1 and dtype != jnp.float32 and H % 2 == 0:
-        pool, dtype = as_pairs(pages_P2KSH), jnp.dtype(jnp.float16)
-    ins = [plan.item_W5, plan.arrived_BK, q_TNH, page_table_BM, pool]
+    ins = [plan.item_W5, plan.arrived_BK, q_TNH, page_table_BM, as_pairs(pages_P2KSH)]
     ins += [] if page_scales is None else [page_scales]
     outs = [jax.ShapeDtypeStruct(q_TNH.shape, q_TNH.dtype)]
     if config.programs:
@@ -324,7 +323,8 @@ def _decode_kernel(
     def _() -> None:
         b_R = jnp.full_like(n_R, b)
         q_RH = load_rows(q_ref, b_R, jnp.where(live_R, n_R, 0))
-        pages = Pages(pages_ref, scale_ref, page_table_ref, k, stored, dtype, interpret)
+        split = stored.itemsize == 1
+        pages = Pages(pages_ref, scale_ref, page_table_ref, k, stored, dtype, split, interpret)
         q, scored = pages.meet(q_RH, scoring)
 
         def fold(i: jax.Array, softmax: Softmax) -> Softmax:

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.byte_pairs import as_bytes
+from pallas_kernels.byte_pairs import as_pairs
 from pallas_kernels.flash import (
     Pages,
     Scoring,
@@ -104,7 +104,7 @@ def paged_attention_prefill(
     tile_X4 = prefill_tiles(
         query_start_B1, kv_len_B, num_decodes, num_seqs, T=T, tokens=config.block_rows // (N // K)
     )
-    ins = [tile_X4, q_TNH, page_table_BM, as_bytes(pages_P2KSH)]
+    ins = [tile_X4, q_TNH, page_table_BM, as_pairs(pages_P2KSH)]
     ins += [] if page_scales is None else [page_scales]
     return pl.pallas_call(
         partial(

@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.byte_pairs import as_pairs, from_pairs, paired
 from pallas_kernels.flash import padded
 from pallas_kernels.page_scales import check_page_scales, narrowed, slot_scale
 from pallas_kernels.rms_norm import Norm, rms_norm
@@ -102,7 +103,7 @@ def rope_write(
     config = config or tuning_config(T=T, X=X, H=H, bytes_per_element=qkv_TKXH.dtype.itemsize)
     ins = [qkv_TKXH, cos_TD, sin_TD, page_T, slot_T, *(scales or ())]
     ins += [] if page_scales is None else [page_scales]
-    outs = [pages_P2KSH]
+    outs = [as_pairs(pages_P2KSH)]
     if page_scales is not None and page_scales.ndim == 4:
         outs.insert(0, ins.pop())
     q_TNH, *updated = pl.pallas_call(
@@ -110,6 +111,7 @@ def rope_write(
             _kernel,
             norms=len(scales or ()),
             given=page_scales is not None and page_scales.ndim == 2,
+            stored=pages_P2KSH.dtype,
             tokens=config.tokens,
             eps=eps,
             plus_one=plus_one,
@@ -124,7 +126,8 @@ def rope_write(
         interpret=interpret,
         name="rope_write",
     )(*ins, *outs)
-    return q_TNH, updated[-1], updated[0] if len(updated) == 2 else page_scales
+    pages_P2KSH = from_pairs(updated[-1], pages_P2KSH.dtype)
+    return q_TNH, pages_P2KSH, updated[0] if len(updated) == 2 else page_scales
 
 
 def rope_write_reference(
@@ -171,6 +174,7 @@ def _kernel(
     *rest: Any,
     norms: int,
     given: bool,
+    stored: Any,
     tokens: int,
     eps: float,
     plus_one: bool,
@@ -187,16 +191,20 @@ def _kernel(
     live_R, is_lane_L = t_R < T, lane_L < D
     live_RL = live_R[:, None] & is_lane_L[None, :]
 
-    def place(ref: Any, *index: Any, first: int = 0) -> Any:
+    def place(ref: Any, *index: Any, lane_L: jax.Array) -> Any:
         columns = [jnp.broadcast_to(i, t_R.shape)[:, None] for i in index]
-        return ref.at[(*columns, first + lane_L[None, :])]
+        return ref.at[(*columns, lane_L[None, :])]
 
     def load(ref: Any, *index: Any, first: int = 0) -> jax.Array:
-        return pltriton.load(place(ref, *index, first=first), mask=live_RL, other=0)
+        at = place(ref, *index, lane_L=first + lane_L)
+        return pltriton.load(at, mask=live_RL, other=0)
 
     def store(ref: Any, *index: Any, halves: Halves) -> None:
+        # Pairs are half as many.
+        D, lane_L = ref.shape[-1] // 2, jnp.arange(halves[0].shape[1])
+        live_RL = live_R[:, None] & (lane_L < D)[None, :]
         for first, half in zip((0, D), halves, strict=True):
-            at = place(ref, *index, first=first)
+            at = place(ref, *index, lane_L=first + lane_L)
             pltriton.store(at, half.astype(ref.dtype), mask=live_RL)
 
     def factors(scale_ref: Any) -> list[jax.Array]:
@@ -219,7 +227,7 @@ def _kernel(
         return (a * cos - b * sin).astype(dtype), (b * cos + a * sin).astype(dtype)
 
     def narrow(halves: Halves, scale: jax.Array) -> Halves:
-        a, b = (narrowed(half, scale, pages_ref.dtype) for half in halves)
+        a, b = (paired(narrowed(half, scale, stored)) for half in halves)
         return a, b
 
     # All are read before the first is written: the compiler does not move reads past writes.

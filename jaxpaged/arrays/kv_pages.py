@@ -10,9 +10,6 @@ from flax import struct
 
 from pallas_kernels.page_scales import FLOAT8
 
-# Of an array of one-byte pages. JAX's Triton kernels count elements in 32 bits with a sign as
-# long as an array has no more than 4 GiB; two bytes an element and more are right at any size.
-MOST_BYTES = 2**31
 SLOT_SCALE = jnp.dtype(jnp.float32)  # of what int8 pages are multiplied by
 
 
@@ -86,14 +83,6 @@ class KVPagesSpec:
         row = self.head_dim * jnp.dtype(self.dtype).itemsize
         row += SLOT_SCALE.itemsize if self.has_slot_scales else 0
         return self.num_arrays * self.page_size * 2 * heads * row
-
-    @property
-    def most_pages(self) -> int | None:
-        """How many of them kernels can tell apart, the null page included; None: any number."""
-        if jnp.dtype(self.dtype).itemsize > 1:
-            return None
-        heads = self.num_kv_heads // self.num_devices
-        return MOST_BYTES // (2 * heads * self.page_size * self.head_dim)
 
     def part(self, layers: range) -> KVPagesSpec:
         """The pool of a device that computes these layers alone: the same pages of all groups."""

@@ -16,6 +16,7 @@ from flax import struct
 
 from jaxpaged.arrays.kv_pages import KVPages
 from jaxpaged.arrays.step_batch import StepBatch
+from pallas_kernels.byte_pairs import makes_pairs
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention_prefill_mosaic import paged_attention_prefill_mosaic
 from pallas_kernels.paged_attention_triton import paged_attention_triton
@@ -44,7 +45,8 @@ def _any(case: AttentionCase) -> bool:
 def _triton(case: AttentionCase) -> bool:
     needed = E4M3_CAPABILITY if case.kv_dtype == jnp.float8_e4m3fn else 8
     on_gpu = case.platform == "gpu" and case.compute_capability >= needed
-    return on_gpu and case.queries_per_kv_head <= 16 and case.head_dim <= 256
+    as_stored = case.kv_dtype.itemsize > 1 or makes_pairs(case.head_dim)
+    return on_gpu and as_stored and case.queries_per_kv_head <= 16 and case.head_dim <= 256
 
 
 def _mosaic(case: AttentionCase) -> bool:

@@ -11,6 +11,7 @@ from jaxpaged.models.checkpoint_rules import HEAD_KERNEL, Rule
 from jaxpaged.models.hf_config import Config
 from jaxpaged.models.spec import LayerQuantization, ModelSpec, UnsupportedModelError
 from jaxpaged.quantization import (
+    METHODS,
     ON_THE_FLY,
     UnsupportedQuantizationError,
     checkpoint_reader,
@@ -33,7 +34,8 @@ def load_spec(
     """What config.json describes.
 
     Args:
-        quantization: of the layers' products, a name from `quantization.ON_THE_FLY`.
+        quantization: of the layers' products, a name from `quantization.ON_THE_FLY`; or what the
+            checkpoint is to be stored in, one from `quantization.METHODS`.
         quantize_lm_head: of the head, too; a table that is both keeps its rows for looking up.
 
     Raises:
@@ -63,11 +65,20 @@ def _read_spec(
 ) -> ModelSpec:
     spec: ModelSpec = family.spec(config)
     stored = config.get("quantization_config") or config.get("compression_config")
-    if stored and quantization is not None:
+    method = stored.get("quant_method", "unnamed") if stored else None
+    if quantization in METHODS and method is None:
         raise UnsupportedModelError(
-            f"--quantization {quantization} needs ordinary weights, but these are quantized "
-            f"by config.json ({stored.get('quant_method', 'unnamed')}): leave it out"
+            f"--quantization {quantization} names what a checkpoint stores, but config.json says "
+            f"nothing of quantized weights: to make them, choose from {', '.join(ON_THE_FLY)}"
         )
+    if method is not None and quantization not in (None, method):
+        wants = "such" if quantization in METHODS else "ordinary"
+        raise UnsupportedModelError(
+            f"--quantization {quantization} needs {wants} weights, but config.json says that these "
+            f"are quantized otherwise ({method}): leave it out"
+        )
+    if quantize_lm_head and quantization in METHODS:
+        raise UnsupportedModelError("--quantize-lm-head needs ordinary weights: leave it out")
     if stored:
         return _stored_quantization(spec, stored)
     if quantization is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jaxpaged.quantization.checkpoint import checkpoint_reader
+from jaxpaged.quantization.checkpoint import METHODS, checkpoint_reader
 from jaxpaged.quantization.fp8 import Fp8
 from jaxpaged.quantization.scheme import (
     FLOATS,
@@ -28,6 +28,7 @@ from jaxpaged.quantization.weight_only import WeightOnly
 __all__ = [
     "FLOATS",
     "KERNEL",
+    "METHODS",
     "ON_THE_FLY",
     "ORDER",
     "Around",

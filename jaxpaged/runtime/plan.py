@@ -109,13 +109,7 @@ class EnginePlan:
         # Page 0 belongs to nobody: padding writes there.
         sizes = [self.kv.part(layers).page_bytes for layers in self.stages]
         fitting = [budget // size - 1 for budget, size in zip(budgets, sizes, strict=True)]
-        most = [] if self.kv.most_pages is None else [self.kv.most_pages - 1]
-        num_pages = config.num_gpu_blocks_override or min(*fitting, useful, *most)
-        if most and num_pages > most[0]:
-            raise ValueError(
-                f"--num-gpu-blocks-override {num_pages} is more than the {most[0]} pages that "
-                f"kernels can address in {self.kv.dtype.name}."
-            )
+        num_pages = config.num_gpu_blocks_override or min(*fitting, useful)
         max_model_len = self.max_model_len
         if config.max_model_len == "auto":
             max_model_len = needs.longest(num_pages, max_model_len)

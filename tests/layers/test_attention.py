@@ -128,6 +128,8 @@ FLOAT32 = jnp.dtype(jnp.float32)
         (case("gpu", 8.0, kv_dtype=FLOAT8), "xla"),
         (case("gpu", 8.0, kv_dtype=INT8), "triton"),
         (case("gpu", 9.0, head_dim=80), "triton"),
+        (case("gpu", 9.0, head_dim=12), "triton"),
+        (case("gpu", 9.0, head_dim=12, kv_dtype=INT8), "xla"),
         (case("gpu", 9.0, page_size=128), "triton"),
         (case("gpu", 9.0, queries_per_kv_head=32), "xla"),
         (case("gpu", 9.0, head_dim=512), "xla"),

@@ -41,11 +41,16 @@ SHAPES = {
 POOL = 4096  # pages
 
 
-def scales_shape(pages: str | None, K: int, S: int) -> tuple[int, ...] | None:
+def scales_shape(pages: str | None, P: int, K: int, S: int) -> tuple[int, ...] | None:
     """Of the scales that pages of this dtype have."""
     if pages is None:
         return None
-    return (POOL, 2, K, S) if pages == "int8" else (2, K)
+    return (P, 2, K, S) if pages == "int8" else (2, K)
+
+
+def pages_of_one_byte(gib: int, *, K: int, H: int, S: int = 16, **_: float) -> int:
+    """How many fill an array of so many GiB."""
+    return (gib << 30) // (2 * K * S * H)
 
 
 def h200_mesh(card: str = "h200", devices: int = 1) -> Mesh:
@@ -69,6 +74,7 @@ def compile_step(
     H: int,
     S: int = 16,
     M: int = 512,
+    P: int = POOL,
     pages: str | None = None,
     **options: float,
 ) -> jax.stages.Compiled:
@@ -77,7 +83,7 @@ def compile_step(
     def like(shape: tuple[int, ...], dtype: str = "int32") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
 
-    scales = scales_shape(pages, K, S)
+    scales = scales_shape(pages, P, K, S)
 
     step = jax.jit(
         partial(paged_attention_triton, scale=H**-0.5, decode_only=decode_only, **options)
@@ -85,7 +91,7 @@ def compile_step(
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return step.lower(
             like((T, N, H), dtype),
-            like((POOL, 2, K, S, H), pages or dtype),
+            like((P, 2, K, S, H), pages or dtype),
             like((B, M)),
             query_start_B1=like((B + 1,)),
             kv_len_B=like((B,)),
@@ -104,6 +110,7 @@ def compile_rope_write(
     K: int,
     H: int,
     S: int = 16,
+    P: int = POOL,
     pages: str | None = None,
     **_: float,
 ) -> jax.stages.Compiled:
@@ -115,7 +122,7 @@ def compile_rope_write(
     def write(*operands: jax.Array, page_scales: jax.Array | None) -> Written:
         return rope_write(*operands, page_scales=page_scales, eps=1e-6, plus_one=True)
 
-    table, scales = like((T, H // 2), "float32"), scales_shape(pages, K, S)
+    table, scales = like((T, H // 2), "float32"), scales_shape(pages, P, K, S)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return (
             jax.jit(write, donate_argnums=3, donate_argnames="page_scales")
@@ -123,7 +130,7 @@ def compile_rope_write(
                 like((T, K, N // K + 2, H), dtype),
                 table,
                 table,
-                like((POOL, 2, K, S, H), pages or dtype),
+                like((P, 2, K, S, H), pages or dtype),
                 like((T,)),
                 like((T,)),
                 (like((H,), dtype), like((H,), dtype)),
@@ -299,6 +306,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16"])
     parser.add_argument("--steps", nargs="*", default=["8x8", "256x256", "2048x256"])
     parser.add_argument("--pages", help="dtype of pages of one byte; default: the queries'")
+    parser.add_argument("--gib", type=int, help=f"of such pages; default: {POOL} pages")
     parser.add_argument("--rope-write", action="store_true", help="that kernel, not attention")
     parser.add_argument("--sampling", nargs="*", type=int, default=[], metavar="R", help="rows")
     parser.add_argument("--linear", nargs="*", type=int, default=[], metavar="T", help="rows")
@@ -325,10 +333,13 @@ def main() -> None:
         print(f"compiled rounded {T} {case}", flush=True)
     for name, dtype, size in product(args.names, args.dtypes, args.steps):
         T, B = map(int, size.split("x"))
+        shape = {**SHAPES[name], "pages": args.pages}
+        if args.gib:
+            shape["P"] = pages_of_one_byte(args.gib, **SHAPES[name])
         if args.rope_write:
-            compiled = compile_rope_write(mesh, dtype, T, pages=args.pages, **SHAPES[name])
+            compiled = compile_rope_write(mesh, dtype, T, **shape)
         else:
-            compiled = compile_step(mesh, dtype, T, B, T == B, pages=args.pages, **SHAPES[name])
+            compiled = compile_step(mesh, dtype, T, B, T == B, **shape)
         temporary = compiled.memory_analysis().temp_size_in_bytes
         print(f"compiled {name} {dtype} {size}: {temporary} bytes", flush=True)
 

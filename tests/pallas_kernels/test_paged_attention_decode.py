@@ -167,7 +167,7 @@ ONE_BYTE = ["float8_e4m3fn", "float8_e5m2", "int8"]
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
-        ({}, {}),
+        ({"H": 64}, {}),
         ({"N": 7, "K": 1, "H": 80, "S": 32, "M": 4}, {"window": 30}),
         ({"N": 16, "K": 1, "H": 32, "S": 64, "M": 2}, {"softcap": 3.0}),
     ],
@@ -183,3 +183,9 @@ def test_half_precision_reads_pages_of_one_byte_in_pairs(dtype: str) -> None:
     r = batch(100, 20, dtype="bfloat16", N=4, K=2, H=48)
     r = r.replace(q_TNH=r.q_TNH * jnp.asarray([1e5, 1, 1e-5, 0.1], "bfloat16")[:, None])
     check(in_one_byte(r, dtype), atol=2e-2, scale=0.1)
+
+
+@pytest.mark.parametrize("H", [16, 30])
+def test_rows_that_make_no_pairs_are_refused(H: int) -> None:
+    with pytest.raises(ValueError, match=f"multiples of 4 from 20, got {H}"):
+        attention(in_one_byte(batch(5, H=H), "int8"))

@@ -52,6 +52,29 @@ def test_what_nothing_reads(found: Any, match: str) -> None:
     assert "\n" not in str(error.value)
 
 
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("asked", "found", "match"),
+    [
+        ("gptq", AWQ, "gptq needs such weights, .* quantized otherwise .awq.: leave it out"),
+        ("fp8_per_channel", AWQ, "needs ordinary weights, .* otherwise .awq.: leave it out"),
+        ("fp8", None, "fp8 names what a checkpoint stores, .* choose from fp8_per_tensor, fp8_per"),
+    ],
+)
+def test_what_was_asked_for_is_not_what_is_stored(asked: str, found: Any, match: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=match):
+        load_spec({**CONFIG, "quantization_config": found}, asked)
+
+
+def test_the_name_of_what_is_stored_may_be_said() -> None:
+    config = {**CONFIG, "quantization_config": AWQ}
+    assert load_spec(config, "awq") == load_spec(config)
+    with pytest.raises(UnsupportedModelError, match="--quantize-lm-head needs ordinary weights"):
+        load_spec(config, "awq", quantize_lm_head=True)
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "dtype", "wanted"),
     [

@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.quantization import KERNEL, ON_THE_FLY, Around, UnsupportedQuantizationError, arrange
+from jaxpaged.quantization import (
+    KERNEL,
+    METHODS,
+    ON_THE_FLY,
+    Around,
+    UnsupportedQuantizationError,
+    arrange,
+)
 from jaxpaged.quantization import fp8 as fp8_module
 from jaxpaged.quantization import scheme as scheme_module
 from jaxpaged.quantization.fp8 import Fp8, quantize_rows
@@ -58,7 +65,7 @@ def dequantized(scheme: Any, rows: dict[str, jax.Array]) -> np.ndarray:
 
 def test_flag_and_schemes_have_the_same_names() -> None:
     field = EngineConfig.__dataclass_fields__["quantization"]
-    assert field.metadata["choices"] == tuple(ON_THE_FLY)
+    assert field.metadata["choices"] == (*ON_THE_FLY, *METHODS)
 
 
 @pytest.mark.parametrize("name", SCHEMES)

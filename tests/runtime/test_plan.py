@@ -1,7 +1,6 @@
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -121,21 +120,3 @@ def test_what_is_missing_is_told_in_bytes_of_a_device() -> None:
     for budgets, told in (((2, 4), "6.00 GiB .* 2.00 GiB"), ((8, 1), "3.00 GiB .* 1.00 GiB")):
         with pytest.raises(ValueError, match=told):
             long.with_pages(config, *(gib * GIB for gib in budgets))
-
-
-def test_pages_of_one_byte_stay_where_32_bits_find_them() -> None:
-    spec = load_spec(LLAMA | {"max_position_embeddings": 1 << 20})
-
-    def most(dtype: str, **settings: Any) -> int:
-        config = EngineConfig(kv_cache_dtype=dtype, max_num_seqs=1 << 12, **settings)
-        made = make_plan(config, spec, jnp.dtype("bfloat16"), "gpu", serving=True)
-        kv = made.with_pages(config, 1 << 42).kv
-        values = jax.eval_shape(kv.zeros)[0].values_P2KSH
-        return values.size
-
-    one_page = 2 * spec.num_kv_heads * 16 * spec.head_dim
-    assert 2**31 - one_page < most("fp8") <= 2**31
-    assert 2**31 - one_page < most("int8") <= 2**31
-    assert most("auto") > 2**32
-    with pytest.raises(ValueError, match=r"--num-gpu-blocks-override .* in int8"):
-        most("int8", num_gpu_blocks_override=2**31 // one_page)
