@@ -97,6 +97,10 @@ def main() -> None:
     parser.add_argument("--name", help="of the file in benchmarks/results")
     args = parser.parse_args()
     settings = engine_settings(args)
+    if args.name is None and settings != engine_settings(parser.parse_args(["--model", "x"])):
+        parser.error(
+            "an engine of other settings wants a --name: the planner is fitted to the rest"
+        )
     largest = max(args.batch)
     with dummy_llm(args.model, args.context, args.steps, largest, args.dtype, **settings) as llm:
         layers = json.loads(args.model.read_text())["num_hidden_layers"]

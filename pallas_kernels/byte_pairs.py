@@ -50,7 +50,9 @@ CONVERSIONS = {
 
 
 def makes_pairs(H: int) -> bool:
-    """Whether halves of such rows are whole pairs, and enough of them for a tensor core."""
+    """Whether halves of such rows are whole pairs, and half as many of them as numbers also where
+    kernels pad either to a power of two of at least 16.
+    """
     return H % 4 == 0 and H > 16
 
 

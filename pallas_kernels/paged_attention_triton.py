@@ -31,7 +31,8 @@ def paged_attention_triton(
 ) -> jax.Array:
     """`paged_attention.paged_attention` for NVIDIA GPUs of compute capability 8.0 and up.
 
-    The same arguments and results, with N / K <= 16, H <= 256 and S a power of two. The decode
+    The same arguments and results, with N / K <= 16, H <= 256 (in pages of one byte one that
+    `byte_pairs.makes_pairs` has) and S a power of two. The decode
     kernel writes into the prefill kernel's output, so that nothing is copied or added up.
     `prefill` is that kernel, or one with its arguments and results. `interpret` runs the kernels
     on any platform, slowly.

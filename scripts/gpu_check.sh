@@ -124,7 +124,7 @@ scaling() {
 
 scaling-small() {
   for model in qwen2.5-7b llama-3.1-8b; do
-    engines $model 300 --engine= --engine="-tp 2" --engine="-pp 2" --name engines_${model}_two
+    engines $model 265 --engine= --engine="-tp 2" --engine="-pp 2" --name engines_${model}_two
   done
 }
 

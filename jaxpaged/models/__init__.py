@@ -65,17 +65,17 @@ def _read_spec(
 ) -> ModelSpec:
     spec: ModelSpec = family.spec(config)
     stored = config.get("quantization_config") or config.get("compression_config")
-    method = stored.get("quant_method", "unnamed") if stored else None
+    method = (stored.get("quant_method") or "unnamed") if stored else None
     if quantization in METHODS and method is None:
         raise UnsupportedModelError(
-            f"--quantization {quantization} names what a checkpoint stores, but config.json says "
-            f"nothing of quantized weights: to make them, choose from {', '.join(ON_THE_FLY)}"
+            f"--quantization {quantization} names what a checkpoint stores, but nothing says that "
+            f"these weights are quantized: to quantize them, choose from {', '.join(ON_THE_FLY)}"
         )
-    if method is not None and quantization not in (None, method):
+    if method in METHODS and quantization not in (None, method):
         wants = "such" if quantization in METHODS else "ordinary"
         raise UnsupportedModelError(
-            f"--quantization {quantization} needs {wants} weights, but config.json says that these "
-            f"are quantized otherwise ({method}): leave it out"
+            f"--quantization {quantization} needs {wants} weights, but these are quantized "
+            f"otherwise ({method}): leave it out"
         )
     if quantize_lm_head and quantization in METHODS:
         raise UnsupportedModelError("--quantize-lm-head needs ordinary weights: leave it out")

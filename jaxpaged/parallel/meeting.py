@@ -128,10 +128,11 @@ def meet(place: Place, started_with: Mapping[str, str], timeout: float) -> Meeti
         JoinError: one line.
     """
     context, clock = zmq.Context(), _Clock(timeout)
+    context.linger = 1000  # ms: a refusal may be on its way
     try:
         return (_follow if place.host_id else _lead)(context, place, started_with, clock)
     except BaseException:
-        context.destroy(linger=1000)  # a refusal may be on its way
+        context.destroy()
         raise
 
 

@@ -29,7 +29,7 @@ def checkpoint_reader(settings: Settings) -> Reader:
     Raises:
         UnsupportedQuantizationError: a method or a variant of it that nothing here reads.
     """
-    method = settings.get("quant_method", "unnamed")
+    method = settings.get("quant_method") or "unnamed"
     if method in METHODS:
         return METHODS[method](settings)
     instead = ""

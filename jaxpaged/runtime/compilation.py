@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
@@ -246,7 +246,8 @@ def compile_together(
 
     Args:
         wanted: the keys of each engine's or stage's executables. All their first keys come first.
-        after: what must be done before anything is compiled; its error ends this.
+        after: what must be done before anything is compiled, while it may be traced; its error
+            ends this.
     """
     start, traced = time.perf_counter(), sum(own.trace_seconds for own in wanted)
     lists = [
@@ -264,11 +265,7 @@ def compile_together(
         missing = [(own, key) for own, key in todo if key in left[own]]
         progress.update(len(todo) - len(missing))
         if missing:
-            if after is not None:
-                waiting = time.perf_counter()
-                after.result()
-                start += time.perf_counter() - waiting
-            _compile_in(pool, missing, progress)
+            start += _compile_in(pool, missing, progress, after)
     seconds = time.perf_counter() - start - (sum(own.trace_seconds for own in wanted) - traced)
     for own in wanted:
         own.compile_seconds += seconds / len(wanted)
@@ -289,17 +286,37 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _compile_in(pool: Executor, work: list[tuple[Executables[Key], Key]], progress: Any) -> None:
+def _compile_in(
+    pool: Executor,
+    work: list[tuple[Executables[Key], Key]],
+    progress: Any,
+    after: Future[Any] | None,
+) -> float:
+    """The seconds that nothing but `after` took."""
+
+    def traced() -> Iterator[tuple[Executables[Key], Key, jax.stages.Lowered, dict[str, Any]]]:
+        for own, key in work:
+            start = time.perf_counter()
+            program = own._program(key)
+            lowered = program.lower()
+            own.trace_seconds += time.perf_counter() - start
+            yield own, key, lowered, program.options
+
     pending: dict[Future[jax.stages.Compiled], tuple[Executables[Key], Key]] = {}
+    waited = 0.0
     try:
-        with _without_jax_cache():
+        with contextlib.ExitStack() as compiling:
             with _without_collections():
-                for own, key in work:
+                programs, early = traced(), []
+                if after is not None:
+                    while not after.done() and (program := next(programs, None)):
+                        early.append(program)
                     start = time.perf_counter()
-                    program = own._program(key)
-                    lowered = program.lower()
-                    own.trace_seconds += time.perf_counter() - start
-                    future = pool.submit(own._compile, key, lowered, program.options)
+                    after.result()
+                    waited = time.perf_counter() - start
+                compiling.enter_context(_without_jax_cache())
+                for own, key, lowered, options in chain(early, programs):
+                    future = pool.submit(own._compile, key, lowered, options)
                     future.add_done_callback(lambda f: progress.update(not f.cancelled()))
                     pending[future] = own, key
             for future in as_completed(pending):
@@ -308,3 +325,4 @@ def _compile_in(pool: Executor, work: list[tuple[Executables[Key], Key]], progre
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         raise
+    return waited

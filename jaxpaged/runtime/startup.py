@@ -134,8 +134,9 @@ def start_runner(config: EngineConfig, *, serving: bool, group: Group | None = N
     )
     _report_stages(plan)
 
-    # Stored executables are loaded while the weights are. What has to be compiled waits for them:
-    # XLA tries kernels out in memory that it takes beside them, and would leave holes.
+    # While the weights are loaded, stored executables are, too, and others are traced. Compiling
+    # waits for the weights: XLA tries kernels out in memory that it takes beside them, and would
+    # leave holes.
     for each in devices:
         jax.device_put(0, each).block_until_ready()  # its allocator exists from here on
     stats = [scarcest_memory(own) if device.platform == "gpu" else None for own in here]

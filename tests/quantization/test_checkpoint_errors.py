@@ -60,6 +60,8 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64}
     [
         ("gptq", AWQ, "gptq needs such weights, .* quantized otherwise .awq.: leave it out"),
         ("fp8_per_channel", AWQ, "needs ordinary weights, .* otherwise .awq.: leave it out"),
+        ("awq", {"quant_method": "quark"}, "'quark' is not supported"),
+        ("fp8_per_channel", {"quant_method": None}, "'unnamed' is not supported"),
         ("fp8", None, "fp8 names what a checkpoint stores, .* choose from fp8_per_tensor, fp8_per"),
     ],
 )

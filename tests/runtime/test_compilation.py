@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from importlib.machinery import PathFinder
 
@@ -14,7 +15,7 @@ from flax.traverse_util import unflatten_dict
 from jaxpaged.config import EngineConfig
 from jaxpaged.models import load_spec
 from jaxpaged.models.decoder import Decoder
-from jaxpaged.runtime.compilation import TRITON_DIALECT, compile_options
+from jaxpaged.runtime.compilation import TRITON_DIALECT, Program, compile_options
 from jaxpaged.runtime.plan import make_plan
 from jaxpaged.runtime.programs import Sample, make_programs
 from jaxpaged.runtime.weights import abstract_leaves
@@ -51,4 +52,6 @@ def test_a_head_in_8_bit_floats_is_left_to_cublas(quantized: bool) -> None:
 
 def test_tritons_dialect_has_no_module() -> None:
     """Or the empty one that `Program.lower` puts in its place would hide it."""
+    Program(lambda: 0, (), (), None, {}).lower()
+    assert TRITON_DIALECT in sys.modules
     assert PathFinder.find_spec(TRITON_DIALECT, dialects.__path__) is None

@@ -168,6 +168,32 @@ def test_nothing_is_compiled_after_a_failure(tmp_path: Path) -> None:
     assert programs.made == []
 
 
+def test_programs_are_traced_but_not_compiled_while_weights_are_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loading: Future[None] = Future()
+    loaded = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Loading(Adding):
+        def __call__(self, key: int) -> Program:
+            if key == 2:
+                loading.set_result(None)
+            return super().__call__(key)
+
+    def compile(self: Any, key: int, *rest: Any) -> Any:
+        loaded.append(loading.done())
+        return real(self, key, *rest)
+
+    real = Executables._compile
+    monkeypatch.setattr(Executables, "_compile", compile)
+    made = Executables(Loading())
+    made.compile_all([1, 2, 3], after=loading)
+    assert loaded == [True] * 3
+    assert made[3](jnp.ones(8, jnp.int32), jnp.ones(8, jnp.int32))[0].tolist() == [4] * 8
+    assert made.late_compilations == 0
+
+
 def test_no_garbage_is_collected_while_programs_are_traced() -> None:
     seen = []
 
