@@ -64,11 +64,14 @@ def pages_before(pages_P2KSH: jax.Array, gib: int | None) -> int:
     return 0 if gib is None else (gib << 30) // (pages_P2KSH.itemsize * math.prod(page)) - count
 
 
+def is_of_pages(x: Any) -> bool:
+    """Whether this is a pool, or the scales of its slots, and not other scales, or none."""
+    return x is not None and x.ndim >= 4
+
+
 def behind(before: int, x: Any) -> Any:
-    """Pages, or the scales of their slots, behind so many of zeros; other scales as they are."""
-    return (
-        jnp.pad(x, [(before, 0)] + [(0, 0)] * (x.ndim - 1)) if x is not None and x.ndim >= 4 else x
-    )
+    """What is of pages behind so many of zeros, all else as it is."""
+    return jnp.pad(x, [(before, 0)] + [(0, 0)] * (x.ndim - 1)) if is_of_pages(x) else x
 
 
 def at_the_end_of(r: Ragged, gib: int | None) -> Ragged:
@@ -168,7 +171,7 @@ def check_rope_write(
         )
         if not jax.jit(lambda x: (x[:before] == 0).all())(paged[0]):
             raise AssertionError("pages were written that no token names")
-        return q_TNH, *(x[before:] if x is not None and x.ndim >= 4 else x for x in paged)
+        return q_TNH, *(x[before:] if is_of_pages(x) else x for x in paged)
 
     got = written(rope_write, pages_before(stored, pool_gib))
     want = written(rope_write_reference, 0)

@@ -142,15 +142,15 @@ class Replica:
     def die(self, error: EngineDeadError) -> None:
         """It will never answer again."""
         self.dead = error
-        idle = dict.fromkeys(
-            (
-                *("num_running", "num_waiting", "num_queued_requests", "num_queued_tokens"),
-                "iteration_tokens",
-            ),
-            0,
-        )
         self.stats = msgspec.structs.replace(
-            self.stats, **idle, kv_cache_usage=0.0, device_step_seconds=0.0
+            self.stats,
+            num_running=0,
+            num_waiting=0,
+            num_queued_requests=0,
+            num_queued_tokens=0,
+            kv_cache_usage=0.0,
+            iteration_tokens=0,
+            device_step_seconds=0.0,
         )
         self._record()
         for waiting in self._commands.values():
