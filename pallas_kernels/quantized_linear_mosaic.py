@@ -66,7 +66,7 @@ class TuningConfig:
     """How a product is laid out on the card.
 
     Attributes:
-        block_rows: rows of a block, 32, 64 or 128.
+        block_rows: rows of a block, a power of two from 8 to 128.
         cluster: programs that share rows, 1 or 2.
         num_stages: steps in flight, from 2.
         programs: of the grid; 132 is the number of multiprocessors of an H100 or H200.
@@ -78,8 +78,8 @@ class TuningConfig:
     programs: int = 132
 
     def __post_init__(self) -> None:
-        if self.block_rows not in (32, 64, 128):
-            raise ValueError(f"block_rows must be 32, 64 or 128, got {self.block_rows}")
+        if self.block_rows not in (8, 16, 32, 64, 128):
+            raise ValueError(f"block_rows must be a power of two from 8, got {self.block_rows}")
         if self.cluster not in (1, 2):
             raise ValueError(f"cluster must be 1 or 2, got {self.cluster}")
         if self.num_stages < 2:
