@@ -89,20 +89,28 @@ class TuningConfig:
         )
 
 
-def tuning_config(*, T: int, D: int, F: int, group: int, rows_dtype: Any) -> TuningConfig:
-    """The setting for T rows of D terms and F outputs, `group` terms to a scale.
+def tuning_config(
+    *, T: int, D: int, F: int, group: int, rows_dtype: Any, kernel_dtype: Any
+) -> TuningConfig:
+    """The setting for T rows in this dtype, of D terms with a scale a group, and F outputs.
 
     Rows of 8 bits, and few of 16, are multiplied by mma.sync: wgmma, which Triton takes from four
     warps on for rows in 16 bits, waits for weights that are widened in registers, step by step.
     """
     rows = 8 if T <= 8 else 16 if T <= 16 else 32 if T <= 32 else 64
-    block_in, block_out, per_core, warps, stages = min(128, group & -group), 64, 2, 4, 5
-    if rows_dtype != E4M3 and rows <= 16:
-        per_core, warps, stages = 4, 2, 3
-    elif rows_dtype != E4M3:
-        block_out, stages = (64 if F % 128 else 128), 3
+    block_in, block_out, per_core, warps = min(128, group & -group), 64, 2, 4
+    if rows_dtype == E4M3:
+        per_core = 3
+    elif rows > 16:
+        block_out = 64 if F % 128 else 128
+    elif kernel_dtype != jnp.uint16:
+        per_core, warps = 4, 2
+    elif rows == 8 or F % 128:
+        per_core, warps = 7, 2
+    else:
+        per_core, block_out = 9, 128
     splits = min(round(per_core * PROGRAMS / (F // block_out)), D // block_in // 2, 16)
-    return TuningConfig(block_out, rows, block_in, max(1, splits), warps, stages)
+    return TuningConfig(block_out, rows, block_in, max(1, splits), warps, num_stages=3)
 
 
 def is_supported(*, T: int, D: int, F: int, group: int, rows_dtype: Any) -> bool:
@@ -170,7 +178,8 @@ def quantized_linear(
         raise ValueError(f"expected a kernel in e4m3, int8 or uint16, got {kernel_FX.dtype}")
     if dtype is None:
         dtype = jnp.bfloat16 if x_TD.dtype == E4M3 else x_TD.dtype
-    config = config or tuning_config(T=T, D=D, F=F, group=group, rows_dtype=x_TD.dtype)
+    types = {"rows_dtype": x_TD.dtype, "kernel_dtype": kernel_FX.dtype}
+    config = config or tuning_config(T=T, D=D, F=F, group=group, **types)
     if x_TD.dtype.name not in WIDE and not x_TD.dtype == kernel_FX.dtype == E4M3:
         raise ValueError(f"rows in {x_TD.dtype} do not go with a kernel in {kernel_FX.dtype}")
     if not config.fits(D, F, group) or packed > 1 and config.block_in % RUN:

@@ -48,7 +48,7 @@ from pallas_kernels.product_parts import ACTIVATIONS, NOT_IN_KERNELS, result_sha
 from pallas_kernels.rms_norm import HalfNormed, Rows
 from pallas_kernels.wide_integers import unit
 
-MIN_ROWS, MAX_ROWS = 17, 128  # fewer, and more, cost less elsewhere
+MAX_ROWS = 512  # more cost less elsewhere
 LINE = 128  # bytes of swizzled shared memory: of an output's weights in a step
 BAND = 64  # outputs of a warpgroup: what the tensor core's instruction takes
 WARPGROUPS = 2  # that multiply
@@ -59,6 +59,7 @@ SHARED_MEMORY = 216 << 10  # for the ring
 LANES = LINE // 2  # terms of a row in such a line
 SWIZZLE = plgpu.SwizzleTransform(LINE)
 PARTS = 2  # of a sum that are read at once
+PROGRAMS = 132  # multiprocessors of an H100 or H200
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,13 @@ class TuningConfig:
         block_rows: rows of a block, a power of two from 8 to 128.
         cluster: programs that share rows, 1 or 2.
         num_stages: steps in flight, from 2.
-        programs: of the grid; 132 is the number of multiprocessors of an H100 or H200.
+        programs: of the grid.
     """
 
     block_rows: int
     cluster: int
     num_stages: int
-    programs: int = 132
+    programs: int = PROGRAMS
 
     def __post_init__(self) -> None:
         if self.block_rows not in (8, 16, 32, 64, 128):
@@ -95,10 +96,17 @@ def terms_of_step(kernel_dtype: Any) -> int:
 
 def tuning_config(*, T: int, F: int, kernel_dtype: Any) -> TuningConfig:
     """The setting for T rows and F outputs."""
-    rows = 32 if T <= 32 else 64 if T <= 64 else 128
+    rows = min(128, max(8, pl.next_power_of_2(T)))
     step = 2 * BAND * LINE + rows * terms_of_step(kernel_dtype) * 2
-    cluster = 2 if F % (4 * BAND) == 0 else 1
+    cluster = 2 if rows == 128 and F % (4 * BAND) == 0 else 1
     return TuningConfig(rows, cluster, min(8, SHARED_MEMORY // step))
+
+
+def min_rows(F: int, kernel_dtype: Any) -> int:
+    """Fewer cost less elsewhere."""
+    if kernel_dtype == jnp.int8:
+        return 17
+    return 1 if F >= PROGRAMS * BLOCK else 9  # where each program has outputs of its own
 
 
 def is_supported(
@@ -113,7 +121,7 @@ def is_supported(
     return (
         kernel_dtype in (jnp.int8, jnp.uint16)
         and rows_dtype in (jnp.bfloat16, jnp.float16)
-        and MIN_ROWS <= T <= MAX_ROWS
+        and min_rows(F, kernel_dtype) <= T <= MAX_ROWS
         and F % BLOCK == 0
         and D % terms == 0
         and D % group == 0

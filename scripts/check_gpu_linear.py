@@ -163,7 +163,7 @@ def main() -> int:
     """Check, then time; returns 1 if any product is wrong."""
     good = all([check(T) for T in (1, 8, 16, 27, 32, 64)])
     with ThreadPoolExecutor() as pool:  # most of it is compiling
-        sizes = (5, 40, 128, 300)
+        sizes = (5, 12, 40, 128, 200, 600)
         runs = [pool.submit(check_scheme, name, T) for name in ON_THE_FLY for T in sizes]
         good &= all([run.result() for run in runs])
     for T in (8, 16, 32, 64):

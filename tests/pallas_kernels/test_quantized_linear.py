@@ -152,7 +152,8 @@ def test_settings_fit_real_models(T: int, inner: int, outer: int) -> None:
         for rows in (jnp.bfloat16, E4M3):
             sizes = {"T": T, "D": inner, "F": outer, "group": group, "rows_dtype": rows}
             assert is_supported(**sizes) == (T == 1 or rows == jnp.bfloat16)
-            assert tuning_config(**sizes).fits(inner, outer, group)
+            for kernel in (jnp.int8, jnp.uint16):
+                assert tuning_config(**sizes, kernel_dtype=kernel).fits(inner, outer, group)
 
 
 def test_what_is_left_to_others() -> None:

@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import quantized_linear_mosaic as module
 from pallas_kernels.quantized_linear_mosaic import (
     BLOCK,
+    MAX_ROWS,
     SHARED_MEMORY,
     TuningConfig,
     begin_of,
@@ -72,7 +73,7 @@ def test_steps_are_shared_out_evenly(tiles: int, steps: int, clusters: int) -> N
 
 
 @pytest.mark.parametrize("kernel", [jnp.int8, jnp.uint16])
-@pytest.mark.parametrize("T", [17, 32, 33, 64, 65, 128])
+@pytest.mark.parametrize("T", [17, 32, 33, 64, 65, 128, 256])
 def test_settings_fit_real_models(kernel: Any, T: int) -> None:
     for inner, outer in ((3584, 4608), (3584, 37888), (18944, 3584), (3584, 152064), (4096, 6144)):
         for group in (inner, 128, 64):
@@ -89,9 +90,11 @@ def test_what_is_left_to_others() -> None:
     sizes: dict[str, Any] = {"T": 64, "D": 1024, "F": 256, "group": 128}
     sizes |= {"rows_dtype": jnp.float16, "kernel_dtype": jnp.uint16, "gated_zeros": True}
     assert is_supported(**sizes)
+    assert not is_supported(**(sizes | {"T": 8}))
+    assert is_supported(**(sizes | {"T": 8, "F": 37888}))
     for change in (
-        {"T": 16}, {"T": 129}, {"F": 192}, {"D": 896}, {"group": 32}, {"group": 192},
-        {"group": 256}, {"rows_dtype": jnp.float32}, {"kernel_dtype": jnp.float8_e4m3fn},
+        {"T": MAX_ROWS + 1}, {"T": 16, "kernel_dtype": jnp.int8}, {"F": 192}, {"D": 896},
+        {"group": 32}, {"group": 192}, {"group": 256}, {"rows_dtype": jnp.float32}, {"kernel_dtype": jnp.float8_e4m3fn},
     ):  # fmt: skip
         assert not is_supported(**(sizes | change))
 
