@@ -94,7 +94,8 @@ def test_what_is_left_to_others() -> None:
     assert is_supported(**(sizes | {"T": 8, "F": 37888}))
     for change in (
         {"T": MAX_ROWS + 1}, {"T": 16, "kernel_dtype": jnp.int8}, {"F": 192}, {"D": 896},
-        {"group": 32}, {"group": 192}, {"group": 256}, {"rows_dtype": jnp.float32}, {"kernel_dtype": jnp.float8_e4m3fn},
+        {"group": 32}, {"group": 192}, {"group": 256},
+        {"rows_dtype": jnp.float32}, {"kernel_dtype": jnp.float8_e4m3fn},
     ):  # fmt: skip
         assert not is_supported(**(sizes | change))
 
