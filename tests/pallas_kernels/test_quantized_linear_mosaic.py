@@ -27,13 +27,14 @@ from pallas_kernels.quantized_linear_mosaic import (
     SHARED_MEMORY,
     TuningConfig,
     begin_of,
-    cluster_of,
     is_supported,
+    program_of,
     quantized_linear_mosaic,
     terms_of_step,
     tuning_config,
 )
 from pallas_kernels.rms_norm import HalfNormed
+from pallas_kernels.wide_integers import unit
 
 RNG = np.random.default_rng(0)
 F = 256
@@ -60,16 +61,16 @@ def operands(
     return (x_TD, stored, scale), options, np.asarray(x_TD, float) @ dense.T
 
 
-@pytest.mark.parametrize(("tiles", "steps", "clusters"), [(148, 14, 66), (14, 74, 66), (3, 5, 15)])
-def test_steps_are_shared_out_evenly(tiles: int, steps: int, clusters: int) -> None:
+@pytest.mark.parametrize(("tiles", "steps", "programs"), [(148, 14, 66), (14, 74, 66), (3, 5, 15)])
+def test_steps_are_shared_out_evenly(tiles: int, steps: int, programs: int) -> None:
     total = tiles * steps
-    begins = [int(begin_of(c, clusters, total)) for c in range(clusters + 1)]
+    begins = [int(begin_of(c, programs, total)) for c in range(programs + 1)]
     assert (begins[0], begins[-1]) == (0, total)
     sizes = np.diff(begins)
     assert sizes.min() >= 1
     assert sizes.max() - sizes.min() <= 1
-    owners = [int(cluster_of(step, clusters, total)) for step in range(total)]
-    np.testing.assert_array_equal(owners, np.repeat(np.arange(clusters), sizes))
+    owners = [int(program_of(step, programs, total)) for step in range(total)]
+    np.testing.assert_array_equal(owners, np.repeat(np.arange(programs), sizes))
 
 
 @pytest.mark.parametrize("kernel", [jnp.int8, jnp.uint16])
@@ -80,10 +81,9 @@ def test_settings_fit_real_models(kernel: Any, T: int) -> None:
             sizes = {"T": T, "D": inner, "F": outer, "group": group}
             types = {"rows_dtype": jnp.bfloat16, "kernel_dtype": kernel}
             assert is_supported(**sizes, **types, gated_zeros=False)
-        config = tuning_config(T=T, F=outer, kernel_dtype=kernel)
+        config = tuning_config(T=T, kernel_dtype=kernel)
         step = BLOCK * 128 + config.block_rows * terms_of_step(kernel) * 2
         assert config.num_stages * step <= SHARED_MEMORY
-        assert outer % (BLOCK * config.cluster) == 0
 
 
 def test_what_is_left_to_others() -> None:
@@ -120,16 +120,16 @@ def test_operands_out_of_bounds() -> None:
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(TuningConfig)])
 def test_bad_settings(field: str) -> None:
     with pytest.raises(ValueError, match=field):
-        dataclasses.replace(TuningConfig(32, 2, 4), **{field: 0})
+        dataclasses.replace(TuningConfig(32, 4), **{field: 0})
 
 
 @needs_compiler
 def test_compiles_with_products_that_overlap() -> None:
-    check_mosaic("products", count=9)
+    check_mosaic("products", count=11)
 
 
 class Twice:
-    """One array in the place of two views."""
+    """One array in the place of several views."""
 
     def __init__(self, ref: Any) -> None:
         self.ref = ref
@@ -173,7 +173,11 @@ def load_block(ref: Any, outputs: Any, first: Any, shape: tuple[int, int]) -> ja
 def unpack_run(words: jax.Array, run: int, zero_B: jax.Array | None, dtype: Any) -> jax.Array:
     words_BX = words[:, 16 * run : 16 * run + 16].astype(jnp.int32)
     weights = jnp.concatenate([(words_BX >> 4 * quarter & 15) - 8 for quarter in range(4)], axis=1)
-    return (weights - (0 if zero_B is None else zero_B[:, None])).astype(dtype)
+    return (weights - (0 if zero_B is None else zero_B[:, None])).astype(dtype) * unit(dtype)
+
+
+def multiply_few(sum_BN: jax.Array, wide_BR: jax.Array, ref: Any) -> jax.Array:
+    return sum_BN + jnp.dot(wide_BR, ref[...].T, preferred_element_type=jnp.float32)
 
 
 def store_part(ref: Any, sum_BN: jax.Array) -> None:
@@ -207,8 +211,8 @@ STAND_INS: dict[str, Any] = {
 STAND_INS |= {
     function.__name__: function
     for function in (
-        load_row_sums, store_block, store_rows, load_block, unpack_run, store_part, add_part,
-        others_arrived, arrive,
+        load_row_sums, store_block, store_rows, load_block, unpack_run, multiply_few, store_part,
+        add_part, others_arrived, arrive,
     )
 }  # fmt: skip
 
@@ -250,21 +254,22 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
-    ("kernel", "D", "groups", "zeros", "T", "cluster", "programs"),
+    ("kernel", "D", "groups", "zeros", "T", "rows", "programs"),
     [
-        ("uint16", 512, 4, True, 32, 1, 5),  # sums of two and three programs, and whole ones
-        ("uint16", 512, 1, False, 32, 1, 2),
-        ("int8", 256, 1, False, 32, 1, 3),
-        ("int8", 256, 4, True, 32, 1, 4),
-        ("uint16", 512, 4, True, 32, 2, 5),  # two clusters, each with half of the only sum
-        ("uint16", 512, 4, True, 64, 1, 7),  # two blocks of rows
+        ("uint16", 512, 4, True, 32, 32, 5),  # sums of two and three programs, and whole ones
+        ("uint16", 512, 1, False, 32, 32, 2),
+        ("int8", 256, 1, False, 32, 32, 3),
+        ("int8", 256, 4, True, 32, 32, 4),
+        ("uint16", 512, 4, True, 8, 8, 5),
+        ("int8", 256, 1, False, 16, 16, 3),
+        ("uint16", 512, 4, True, 64, 32, 7),  # two blocks of rows
     ],
 )
 def test_results_interpreted(
-    kernel: str, D: int, groups: int, zeros: bool, T: int, cluster: int, programs: int
+    kernel: str, D: int, groups: int, zeros: bool, T: int, rows: int, programs: int
 ) -> None:
     arguments, options, want = operands(kernel, D, groups, zeros, T)
-    config = TuningConfig(32, cluster, 2, programs)
+    config = TuningConfig(rows, 2, programs)
     y_TF = quantized_linear_mosaic(*arguments, config=config, **options).x
     np.testing.assert_allclose(np.asarray(y_TF, float), want, rtol=1e-2, atol=1e-2)
 
@@ -300,7 +305,7 @@ def test_what_stands_around_interpreted() -> None:
         HalfNormed(x_TD, given["square_XT"]),
         *others,
         eps=0.5,
-        config=TuningConfig(32, 1, 2, 3),
+        config=TuningConfig(32, 2, 3),
         **{name: value for name, value in given.items() if name != "square_XT"},
         **options,
     )
@@ -314,7 +319,7 @@ def is_hopper() -> bool:
 
 @pytest.mark.skipif(not is_hopper(), reason="needs a Hopper GPU")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("T", [17, 33, 100, 200])
+@pytest.mark.parametrize("T", [1, 9, 17, 33, 100, 200])
 @pytest.mark.parametrize(
     ("kernel", "D", "groups", "zeros"),
     [
