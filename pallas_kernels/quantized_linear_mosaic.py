@@ -1,9 +1,9 @@
-"""Products with kernels of 8 or 4 bits for Hopper, in Pallas' Mosaic GPU dialect.
+"""Products with kernels of integers in 8 or 4 bits for Hopper, in Pallas' Mosaic GPU dialect.
 
-The kernel is the left operand, [outputs, terms], as in quantized_linear, whose work this is where
-it does that better. A warpgroup brings tiles of kernel and rows in by TMA, through a ring that
-takes most of the shared memory. The others multiply: floats as they lie there; integers are widened
-in registers, from where they go into the tensor core.
+The kernel is the left operand, [outputs, terms], as in quantized_linear, for more rows than that
+one serves well. A warpgroup brings tiles of kernel and rows in by TMA, through a ring that takes
+most of the shared memory; the others widen integers in registers, from where they go into the
+tensor core.
 
 The steps of all blocks' sums lie in a row, of which each program takes an equal part: none waits
 for others. A sum that several had a part of is added up by the one that comes last, always in the
@@ -46,7 +46,6 @@ from pallas_kernels.mosaic_elements import (
     unpack_run,
 )
 from pallas_kernels.product_parts import ACTIVATIONS, NOT_IN_KERNELS, result_shapes
-from pallas_kernels.quantized_linear import E4M3, MAX_E4M3_ROWS
 from pallas_kernels.rms_norm import HalfNormed, Rows
 from pallas_kernels.wide_integers import unit
 
@@ -57,6 +56,7 @@ BLOCK = WARPGROUPS * BAND  # outputs of a program
 # A warpgroup's registers a thread; the three share 64 Ki.
 COMPUTE_REGISTERS, LOAD_REGISTERS = 232, 40
 SHARED_MEMORY = 216 << 10  # for the ring
+LANES = LINE // 2  # terms of a row in such a line
 FEW = 16  # rows for which mma.sync is faster than wgmma, whose time does not fall with them
 SWIZZLE = plgpu.SwizzleTransform(LINE)
 PARTS = 2  # of a sum that are read at once
@@ -94,18 +94,15 @@ def terms_of_step(kernel_dtype: Any) -> int:
 def tuning_config(*, T: int, kernel_dtype: Any) -> TuningConfig:
     """The setting for T rows."""
     rows = min(128, max(8, pl.next_power_of_2(T)))
-    width = 1 if kernel_dtype == E4M3 else 2  # of a term of the rows
-    step = BLOCK * LINE + rows * terms_of_step(kernel_dtype) * width
+    step = 2 * BAND * LINE + rows * terms_of_step(kernel_dtype) * 2
     return TuningConfig(rows, min(8, SHARED_MEMORY // step))
 
 
-def rows_served(F: int, kernel_dtype: Any) -> tuple[int, int]:
-    """The fewest and the most: others cost less elsewhere."""
-    if kernel_dtype == E4M3:
-        return 1, MAX_E4M3_ROWS
+def min_rows(F: int, kernel_dtype: Any) -> int:
+    """Fewer cost less elsewhere."""
     if kernel_dtype == jnp.int8:
-        return 17, MAX_ROWS
-    return 1 if F >= PROGRAMS * BLOCK else 9, MAX_ROWS  # 1: each program has outputs of its own
+        return 17
+    return 1 if F >= PROGRAMS * BLOCK else 9  # where each program has outputs of its own
 
 
 def is_supported(
@@ -116,11 +113,11 @@ def is_supported(
     Args:
         gated_zeros: outputs are gates and ups, and have zeros: several groups in a step then.
     """
-    terms, (least, most) = terms_of_step(kernel_dtype), rows_served(F, kernel_dtype)
-    half = rows_dtype in (jnp.bfloat16, jnp.float16)
+    terms = terms_of_step(kernel_dtype)
     return (
-        (kernel_dtype in (jnp.int8, jnp.uint16) and half or rows_dtype == kernel_dtype == E4M3)
-        and least <= T <= most
+        kernel_dtype in (jnp.int8, jnp.uint16)
+        and rows_dtype in (jnp.bfloat16, jnp.float16)
+        and min_rows(F, kernel_dtype) <= T <= MAX_ROWS
         and F % BLOCK == 0
         and D % terms == 0
         and D % group == 0
@@ -149,7 +146,6 @@ def quantized_linear_mosaic(
     scale: jax.Array,
     *,
     zero_GF: jax.Array | None = None,
-    row_scale_T: jax.Array | None = None,
     eps: float = 0.0,
     bias_F: jax.Array | None = None,
     activation: str | None = None,
@@ -160,8 +156,8 @@ def quantized_linear_mosaic(
 ) -> Rows:
     """As `quantized_linear.quantized_linear`, on compute capability 9.0 and with JAX 0.11 alone.
 
-    Rows in e4m3 have no zeros. There is no interpret mode: that of this dialect knows none of
-    Mosaic's own operations.
+    For a kernel in int8 or uint16 and rows in half precision. There is no interpret mode: that of
+    this dialect knows none of Mosaic's own operations.
 
     Raises:
         ValueError: operands outside these bounds, or a residual or a norm after an activation.
@@ -171,7 +167,7 @@ def quantized_linear_mosaic(
     groups = scale.shape[0] if scale.ndim == 2 else 1
     config = config or tuning_config(T=T, kernel_dtype=kernel_FX.dtype)
     fits = is_supported(
-        T=rows_served(F, kernel_FX.dtype)[1],
+        T=MAX_ROWS,
         D=D,
         F=F,
         group=D // groups,
@@ -181,7 +177,6 @@ def quantized_linear_mosaic(
     )
     terms, line = terms_of_step(kernel_FX.dtype), LINE // kernel_FX.dtype.itemsize
     fits = fits and kernel_FX.shape[1] * terms == D * line
-    fits = fits and (kernel_FX.dtype != E4M3 or groups == 1 and zero_GF is None)
     if not fits or scale.shape[-1] != F:
         raise ValueError(
             f"rows of {D} in {x_TD.dtype} do not fit {kernel_FX.shape} in {kernel_FX.dtype} with "
@@ -195,11 +190,10 @@ def quantized_linear_mosaic(
     tiles, parts = F // BLOCK * pl.cdiv(T, N), max(1, terms * groups // D)
     programs = min(config.programs, tiles * (D // terms))
     given: dict[str, Any] = {
-        "x": x_TD.reshape(T, -1, LINE // x_TD.dtype.itemsize),
+        "x": x_TD.reshape(T, -1, LANES),
         "kernel": kernel_FX.reshape(2, F // 16, 8, -1) if gated else kernel_FX,
         "scale": scale.reshape(groups, F),
         "zero": zero_GF,
-        "row_scale": None if row_scale_T is None else row_scale_T.reshape(1, T),
         "square": square_XT,
         "bias": bias_F,
         "residual": residual_TF,
@@ -210,7 +204,7 @@ def quantized_linear_mosaic(
     operands = {name: operand for name, operand in given.items() if operand is not None}
     outs = result_shapes(
         (T, F // 2 if gated else F),
-        dtype or (jnp.bfloat16 if x_TD.dtype == E4M3 else x_TD.dtype),
+        dtype or x_TD.dtype,
         blocks=F // BAND,
         begins_norm=next_scale_F is not None,
     )
@@ -272,8 +266,7 @@ def _scratch(
     Args:
         groups, zeros: of a step, that have scales and zeros; 0: none have.
     """
-    stages, terms = config.num_stages, terms_of_step(kernel_dtype)
-    boxes = terms * jnp.dtype(rows_dtype).itemsize // LINE
+    stages, boxes = config.num_stages, terms_of_step(kernel_dtype) // LANES
 
     def tiles(shape: tuple[int, ...], lines: tuple[int, ...], dtype: Any) -> plgpu.RefUnion:
         lanes = LINE // jnp.dtype(dtype).itemsize
@@ -393,10 +386,10 @@ def _kernel(*refs: Any, names: tuple[str, ...], eps: float, activation: str | No
 def _load_tiles(scratch: _Scratch, ref: dict[str, Any], work: _Work) -> None:
     """Keep the ring filled."""
     weights, rows = scratch.weights[0], scratch.rows[0]
-    stages, boxes, N, lanes = rows.shape
+    stages, boxes, N, _ = rows.shape
     words = scratch.weights[1].shape[2]
     columns = ref["out"].shape[1]
-    group = ref["x"].shape[1] * lanes // ref["scale"].shape[0]
+    group = ref["x"].shape[1] * LANES // ref["scale"].shape[0]
 
     @pl.loop(work.begin, work.end)
     def fill(s: Any) -> None:
@@ -422,7 +415,7 @@ def _load_tiles(scratch: _Scratch, ref: dict[str, Any], work: _Work) -> None:
         for name, ring in (("scale", scratch.scales), ("zero", scratch.zeros)):
             if ring is not None:
                 _, halves, parts, size = ring.shape
-                g = pl.ds(lax.div(k * (boxes * lanes), group), parts)
+                g = pl.ds(lax.div(k * (boxes * LANES), group), parts)
                 for half in range(halves):
                     f = pl.ds(half * columns + block * size, size)
                     plgpu.copy_gmem_to_smem(ref[name].at[g, f], ring.at[slot, half], landed)
@@ -450,13 +443,6 @@ def _sum(scratch: _Scratch, work: _Work, mine: tuple[Any, Any], outputs: Outputs
         plgpu.barrier_wait(scratch.landed.at[slot])
         layout = WGMMA if packed else plgpu.Layout.WGMMA_UPCAST_2X
         band = weights.at[slot, pl.ds(outputs.first, BAND)]
-        if dtype == E4M3:
-            # Hopper's tensor cores add up few bits of such products, so they do not go on for long.
-            sum_BN += pl.run_scoped(
-                partial(_multiply, band, rows.at[slot, 0]), plgpu.ACC((BAND, N), jnp.float32)
-            )
-            plgpu.barrier_arrive(scratch.consumed.at[slot])
-            return sum_BN
         words_BX = plgpu.layout_cast(plgpu.layout_cast(band[...], layout), WGMMA)
 
         def values(ring: Any) -> list[Any]:
@@ -511,12 +497,6 @@ def _sum(scratch: _Scratch, work: _Work, mine: tuple[Any, Any], outputs: Outputs
     return lax.fori_loop(*mine, step, zeros_BN)
 
 
-def _multiply(band_ref: Any, rows_ref: Any, acc: Any) -> jax.Array:
-    """band @ rows.T"""
-    plgpu.wgmma(acc, band_ref, rows_ref.transpose((1, 0)))
-    return plgpu.wgmma_accumulator_load(acc, wait_n=0)
-
-
 def _finish(
     sum_BN: jax.Array,
     ref: dict[str, Any],
@@ -536,11 +516,8 @@ def _finish(
     if ref["scale"].shape[0] == 1:
         one = unit(ref["x"].dtype) if ref["kernel"].dtype == jnp.uint16 else 1
         sum_BN *= of_outputs(ref["scale"].at[0]) * (1 / one)
-    if "row_scale" in ref:
-        scale_N = load_row_sums(ref["row_scale"], t, N, numbers_ref)
-        sum_BN *= lax.broadcast_in_dim(scale_N, (B, N), (1,))
     if "square" in ref:
-        mean_N = load_row_sums(ref["square"], t, N, numbers_ref) / math.prod(ref["x"].shape[1:])
+        mean_N = load_row_sums(ref["square"], t, N, numbers_ref) / (ref["x"].shape[1] * LANES)
         sum_BN *= lax.broadcast_in_dim(lax.rsqrt(mean_N + eps), (B, N), (1,))
     if "bias" in ref:
         sum_BN += of_outputs(ref["bias"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -280,7 +281,7 @@ def few_rows(
         next_norm = None
     x_TI = x.scaled_TD if isinstance(x, HalfNormed) else x
     group = x_TI.shape[1] // math.prod(lead)
-    multiply: Callable[..., Rows] = quantized_linear
+    multiply: Callable[..., Rows] = partial(quantized_linear, row_scale_T=row_scale_T)
     if _on_hopper(x_TI.shape, x_TI.dtype, arrays, around.activation is not None, group):
         multiply = mosaic.quantized_linear_mosaic
     rows = multiply(
@@ -288,7 +289,6 @@ def few_rows(
         kernel.reshape(F, -1),
         scale.reshape(*lead, F),
         zero_GF=None if zero is None else zero.reshape(-1, F),
-        row_scale_T=row_scale_T,
         eps=around.norm.eps if isinstance(x, HalfNormed) and around.norm else 0.0,
         bias_F=None if bias is None else bias.reshape(F),
         activation=around.activation,
