@@ -7,7 +7,6 @@ computing that for its own; parts of sums are handed from program to program.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +25,6 @@ THREADS = 128  # of a warpgroup
 SCRATCH = 4 * THREADS  # numbers that a warpgroup needs to add up over its threads
 QUARTERS = 4  # weights of four bits in an element, the first in the lowest bits
 RUN = 64  # terms of which the first, second, third and last sixteen share elements
-LINE = 128  # bytes of swizzled shared memory
 
 
 class Outputs(NamedTuple):
@@ -249,67 +247,6 @@ def unpack_run(words_BX: jax.Array, run: int, zero_B: jax.Array | None, dtype: A
         return mgpu.FragmentedArray(_registers=out, _layout=words.layout, _is_signed=None)
 
     return unpack(words_BX, less_B)
-
-
-def multiply_few(sum_BN: jax.Array, wide_BR: jax.Array, lines_ref: Any) -> jax.Array:
-    """sum + wide @ rows.T by mma.sync, for N rows, a multiple of 8, of as many terms R.
-
-    Args:
-        wide_BR: in half precision.
-        lines_ref: [N, R] in shared memory, lines of 128 bytes, swizzled.
-    """
-    N, dtype = sum_BN.shape[1], {"bfloat16": "bf16", "float16": "f16"}[wide_BR.dtype.name]
-    load = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
-    multiply = f"""mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32
-        {{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, {{$8, $9}}, {{$10, $11, $12, $13}};"""
-
-    @plgpu.inline_mgpu(
-        arg_types=(WGMMA, WGMMA, plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct(sum_BN.shape, jnp.float32, layout=WGMMA),
-    )
-    def run(_: Any, y: Any, wide: Any, lines: Any) -> Any:
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-
-        def struct(asm: str, of: Any, operands: list[Any], constraints: str) -> list[Any]:
-            found = llvm.inline_asm(
-                llvm.StructType.get_literal([of] * 4),
-                operands,
-                asm,
-                constraints,
-                has_side_effects=asm is load,  # not past the barrier that gives the memory free
-            )
-            return [llvm.extractvalue(of, found, [i]) for i in range(4)]
-
-        c = partial(mgpu.utils.c, ty=i32)
-        base = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(lines))
-        lane = arith.remui(mgpu.utils.thread_idx(), c(32))
-        row, chunk = arith.remui(lane, c(8)), arith.divui(lane, c(8))
-        out = y.registers.copy()
-        for eight in range(N // 8):
-            line = arith.addi(base, arith.muli(arith.addi(row, c(8 * eight)), c(LINE)))
-            right: list[Any] = []
-            for first in (
-                0,
-                4,
-            ):  # eight chunks of eight terms, of which a lane tells of one in four
-                at = arith.xori(arith.addi(chunk, c(first)), row)
-                at = arith.addi(line, arith.muli(at, c(16)))
-                right += struct(load, i32, [at], "=r,=r,=r,=r,r")
-            top, bottom = out[0, eight].flat
-            sums = [vector.extract(x, [], [i]) for x in (top, bottom) for i in range(2)]
-            for k in range(len(right) // 2):
-                left = [*wide.registers[0, 2 * k].flat, *wide.registers[0, 2 * k + 1].flat]
-                left = [mgpu.utils.bitcast(x, i32) for x in left]
-                operands = [*left, *right[2 * k : 2 * k + 2], *sums]
-                sums = struct(multiply, f32, operands, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f")
-            pairs = np.empty(2, dtype=object)
-            for half in range(2):
-                pair = vector.from_elements(ir.VectorType.get((2,), f32), sums[2 * half :][:2])
-                pairs[half] = pair
-            out[0, eight] = pairs.reshape(out[0, eight].shape)
-        return mgpu.FragmentedArray(_registers=out, _layout=y.layout, _is_signed=None)
-
-    return run(sum_BN, wide_BR, lines_ref)
 
 
 def part_shape(B: int, N: int) -> tuple[int, int, int]:

@@ -24,7 +24,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.mosaic_elements import (
-    LINE,
     RUN,
     SCRATCH,
     WGMMA,
@@ -36,7 +35,6 @@ from pallas_kernels.mosaic_elements import (
     load_group,
     load_outputs,
     load_row_sums,
-    multiply_few,
     others_arrived,
     part_shape,
     store_block,
@@ -50,6 +48,7 @@ from pallas_kernels.rms_norm import HalfNormed, Rows
 from pallas_kernels.wide_integers import unit
 
 MAX_ROWS = 512  # more cost less elsewhere
+LINE = 128  # bytes of swizzled shared memory: of an output's weights in a step
 BAND = 64  # outputs of a warpgroup: what the tensor core's instruction takes
 WARPGROUPS = 2  # that multiply
 BLOCK = WARPGROUPS * BAND  # outputs of a program
@@ -57,7 +56,6 @@ BLOCK = WARPGROUPS * BAND  # outputs of a program
 COMPUTE_REGISTERS, LOAD_REGISTERS = 232, 40
 SHARED_MEMORY = 216 << 10  # for the ring
 LANES = LINE // 2  # terms of a row in such a line
-FEW = 16  # rows for which mma.sync is faster than wgmma, whose time does not fall with them
 SWIZZLE = plgpu.SwizzleTransform(LINE)
 PARTS = 2  # of a sum that are read at once
 PROGRAMS = 132  # multiprocessors of an H100 or H200
@@ -240,7 +238,7 @@ class _Scratch(NamedTuple):
     """Shared memory and barriers of a program."""
 
     weights: Any  # two views, as of rows: see `_scratch`
-    rows: Any  # three, of which the last shows lines as they lie
+    rows: Any
     scales: Any  # None: none but at the end
     zeros: Any  # or None
     count: Any  # per warpgroup, as below
@@ -260,7 +258,7 @@ def _scratch(
 ) -> _Scratch:
     """What `_kernel` is given.
 
-    One view of a tile is for TMA, another for the tensor core. They share the memory: lines in the
+    One view of a tile is for TMA, the other for the tensor core. They share the memory: lines in the
     same order, swizzled by their addresses alone.
 
     Args:
@@ -274,7 +272,6 @@ def _scratch(
         return plgpu.RefUnion(
             plgpu.SMEM((*shape, *lines, lanes), dtype, transforms=(SWIZZLE,)),
             plgpu.SMEM((*shape, math.prod(lines), lanes), dtype, transforms=tiled),
-            plgpu.SMEM((*shape, math.prod(lines), lanes), dtype),
         )
 
     def of_groups(count: int, dtype: Any) -> Any:
@@ -436,8 +433,6 @@ def _sum(scratch: _Scratch, work: _Work, mine: tuple[Any, Any], outputs: Outputs
     parts = 1 if of_groups is None else of_groups.shape[2]
     runs = boxes // parts
 
-    zeros_BN = plgpu.layout_cast(jnp.zeros((BAND, N), jnp.float32), WGMMA)
-
     def step(s: Any, sum_BN: jax.Array) -> jax.Array:
         slot = work.slot(s, stages)
         plgpu.barrier_wait(scratch.landed.at[slot])
@@ -471,21 +466,10 @@ def _sum(scratch: _Scratch, work: _Work, mine: tuple[Any, Any], outputs: Outputs
                 for behind, acc in reversed(list(enumerate(reversed(accs))))
             ]
 
-        def multiply_part(part: int) -> jax.Array:
-            group_BN = zeros_BN
-            for run in range(part * runs, (part + 1) * runs):
-                lines = scratch.rows[2].at[slot, run]
-                group_BN = multiply_few(group_BN, widened(run, zeros[part]), lines)
-            return group_BN
-
         at_once = 2 if parts % 2 == 0 and N <= 64 else 1
         for at in range(0, parts, at_once):
-            if N <= FEW:
-                groups = [multiply_part(at + i) for i in range(at_once)]
-            else:
-                accs = [plgpu.ACC((BAND, N), jnp.float32)] * at_once
-                groups = pl.run_scoped(partial(multiply, at=at), *accs)
-            for i, group_BN in enumerate(groups):
+            accs = [plgpu.ACC((BAND, N), jnp.float32)] * at_once
+            for i, group_BN in enumerate(pl.run_scoped(partial(multiply, at=at), *accs)):
                 scale_B = scales[at + i]
                 if scale_B is not None:
                     scale_B *= 1 / unit(dtype) if packed else 1
@@ -494,7 +478,8 @@ def _sum(scratch: _Scratch, work: _Work, mine: tuple[Any, Any], outputs: Outputs
         plgpu.barrier_arrive(scratch.consumed.at[slot])
         return sum_BN
 
-    return lax.fori_loop(*mine, step, zeros_BN)
+    start_BN = plgpu.layout_cast(jnp.zeros((BAND, N), jnp.float32), WGMMA)
+    return lax.fori_loop(*mine, step, start_BN)
 
 
 def _finish(

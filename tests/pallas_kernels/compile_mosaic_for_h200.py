@@ -49,7 +49,6 @@ def from_packed(
 PRODUCTS: tuple[tuple[int, int, int, str, str, int, set[str]], ...] = (
     (5, 3584, 37888, "uint16", "bfloat16", 28, {"activation", "square"}),
     (16, 18944, 3584, "uint16", "float16", 148, {"residual", "zero"}),
-    (7, 3584, 37888, "float8_e4m3fn", "float8_e4m3fn", 1, {"activation", "row_scale"}),
     (20, 3584, 37888, "uint16", "bfloat16", 28, {"activation"}),
     (64, 3584, 37888, "uint16", "bfloat16", 28, {"activation", "square", "zero"}),
     (64, 18944, 3584, "uint16", "bfloat16", 148, {"residual"}),
@@ -74,7 +73,6 @@ def compile_products(mesh: Mesh, like: Any) -> None:
         optional = {
             "zero": {"zero_GF": like((groups, F), "int8")},
             "bias": {"bias_F": like((F,), dtype)},
-            "row_scale": {"row_scale_T": like((T,), "float32")},
             "residual": {
                 "residual_TF": like((T, F), dtype),
                 "next_scale_F": like((F,), dtype),
