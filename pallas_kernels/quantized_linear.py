@@ -26,11 +26,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.product_parts import (
+    EARLY_ROWS,
     NOT_IN_KERNELS,
     call_by_name,
     gated,
+    load_around,
     result_shapes,
-    row_squares,
     share_sum,
 )
 from pallas_kernels.rms_norm import HalfNormed, Rows
@@ -40,7 +41,6 @@ PACKED = 4  # weights of four bits in an element, the first in the lowest bits
 RUN = 64  # terms of which the first, second, third and last sixteen share elements
 MAX_ROWS = 64  # beyond, widening the kernel once for all rows costs less
 MAX_E4M3_ROWS = 16  # of rows in e4m3, which cuBLASLt multiplies as they are
-EARLY_ROWS = 16  # of a program, for which what stands around a sum is loaded before it
 PROGRAMS = 132  # multiprocessors of an H100 or H200
 E4M3 = jnp.float8_e4m3fn
 
@@ -299,9 +299,8 @@ def _kernel(
     f_B = block * B + jnp.arange(B)
     at_BR, live_BR = (t_R[None, :], f_B[:, None]), jnp.broadcast_to(t_R[None, :] < T, (B, R))
 
-    def load_around() -> dict[str, jax.Array]:
-        """What stands around the whole sum."""
-        found = {}
+    def load() -> dict[str, jax.Array]:
+        found = load_around(ref, t_R, f_W, at_BR, live_BR, eps)
         if groups == 1:
             found["scale"] = ref["scale"][0, f_W] * (1 / one)
             if "zero" in ref:
@@ -309,18 +308,10 @@ def _kernel(
                 found["sum"] = ref["sum"][0, at_R]
         if "row_scale" in ref:
             found["row_scale"] = ref["row_scale"][at_R]
-        if "square" in ref:
-            found["root"] = lax.rsqrt(row_squares(ref["square"], t_R) / D + eps)
-        if "bias" in ref:
-            found["bias"] = ref["bias"][f_W].astype(jnp.float32)
-        if "residual" in ref:
-            found["residual"] = pltriton.load(ref["residual"].at[at_BR], mask=live_BR, other=0)
-        if "next_scale" in ref:
-            found["next_scale"] = ref["next_scale"][f_B]
         return found
 
     # Of few rows it is there when the sum is, of more it would take too many registers.
-    early = load_around() if R <= EARLY_ROWS else {}
+    early = load() if R <= EARLY_ROWS else {}
     sum_WR = jnp.zeros((W, R), jnp.float32)
     if groups == 1:
         sum_WR = lax.fori_loop(first, end, add_step, sum_WR)
@@ -328,7 +319,7 @@ def _kernel(
         sum_WR, _ = lax.fori_loop(first, end, add_group_step, (sum_WR, load_group(first)))
 
     def finish(sum_WR: jax.Array) -> None:
-        around = early or load_around()
+        around = early or load()
         if groups == 1:
             if "zero" in ref:
                 sum_WR -= around["zero"][:, None] * around["sum"][None, :]
@@ -346,9 +337,7 @@ def _kernel(
         pltriton.store(ref["out"].at[at_BR], y_BR, mask=live_BR)
         if "next_scale" in ref:
             # The only rounding, as in the norm: the root is divided by at the end.
-            pltriton.store(
-                ref["next"].at[at_BR], y_BR * around["next_scale"][:, None], mask=live_BR
-            )
+            pltriton.store(ref["next"].at[at_BR], y_BR * around["next_scale"], mask=live_BR)
             square_R = jnp.square(y_BR.astype(jnp.float32)).sum(axis=0)
             pltriton.store(ref["next_square"].at[block, t_R], square_R, mask=t_R < T)
 
