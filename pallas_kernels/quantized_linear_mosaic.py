@@ -43,7 +43,12 @@ from pallas_kernels.mosaic_elements import (
     sum_of_outputs,
     unpack_run,
 )
-from pallas_kernels.product_parts import ACTIVATIONS, NOT_IN_KERNELS, result_shapes
+from pallas_kernels.product_parts import (
+    ACTIVATIONS,
+    EARLY_ROWS,
+    NOT_IN_KERNELS,
+    result_shapes,
+)
 from pallas_kernels.rms_norm import HalfNormed, Rows
 from pallas_kernels.wide_integers import unit
 
@@ -344,6 +349,10 @@ def _kernel(*refs: Any, names: tuple[str, ...], eps: float, activation: str | No
             outputs = Outputs(block * BLOCK + warpgroup * BAND, columns, gated)
             first, last = tile * steps, (tile + 1) * steps
             mine = jnp.maximum(first, begin), jnp.minimum(last, end)
+            numbers = scratch.numbers.at[warpgroup]
+            load_root = partial(_load_root, ref, row_block * N, N, numbers, eps)
+            # Of few rows it is there when the sum is, of more it would take too many registers.
+            early_N = load_root() if N <= EARLY_ROWS else None
             sum_BN = _sum(scratch, work, mine, outputs._replace(first=warpgroup * BAND))
             whole = (first >= begin) & (last <= end)
             # Those who have a part of it.
@@ -376,8 +385,8 @@ def _kernel(*refs: Any, names: tuple[str, ...], eps: float, activation: str | No
                 start_BN = sum_BN * whole.astype(jnp.float32)
                 trips = jnp.where(whole, 0, lax.div(others + PARTS, PARTS))
                 all_BN = lax.fori_loop(0, trips, add, start_BN)
-                numbers = scratch.numbers.at[warpgroup]
-                _finish(all_BN, ref, outputs, row_block * N, numbers, eps, activation)
+                root_N = early_N if N <= EARLY_ROWS else load_root()
+                _finish(all_BN, root_N, ref, outputs, row_block * N, numbers, activation)
 
 
 def _load_tiles(scratch: _Scratch, ref: dict[str, Any], work: _Work) -> None:
@@ -482,13 +491,21 @@ def _sum(scratch: _Scratch, work: _Work, mine: tuple[Any, Any], outputs: Outputs
     return lax.fori_loop(*mine, step, start_BN)
 
 
+def _load_root(ref: dict[str, Any], t: Any, N: int, numbers_ref: Any, eps: float) -> Any:
+    """By which N rows from `t` on are multiplied to complete their norm; None: they have none."""
+    if "square" not in ref:
+        return None
+    mean_N = load_row_sums(ref["square"], t, N, numbers_ref) / (ref["x"].shape[1] * LANES)
+    return lax.rsqrt(mean_N + eps)
+
+
 def _finish(
     sum_BN: jax.Array,
+    root_N: jax.Array | None,
     ref: dict[str, Any],
     outputs: Outputs,
     t: Any,
     numbers_ref: Any,
-    eps: float,
     activation: str | None,
 ) -> None:
     """From a whole sum to results, of rows from `t` on."""
@@ -501,9 +518,8 @@ def _finish(
     if ref["scale"].shape[0] == 1:
         one = unit(ref["x"].dtype) if ref["kernel"].dtype == jnp.uint16 else 1
         sum_BN *= of_outputs(ref["scale"].at[0]) * (1 / one)
-    if "square" in ref:
-        mean_N = load_row_sums(ref["square"], t, N, numbers_ref) / (ref["x"].shape[1] * LANES)
-        sum_BN *= lax.broadcast_in_dim(lax.rsqrt(mean_N + eps), (B, N), (1,))
+    if root_N is not None:
+        sum_BN *= lax.broadcast_in_dim(root_N, (B, N), (1,))
     if "bias" in ref:
         sum_BN += of_outputs(ref["bias"])
     if activation is not None:
