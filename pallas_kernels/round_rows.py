@@ -24,7 +24,7 @@ from pallas_kernels.rms_norm import Norm, Rounded, Rows
 E4M3 = jnp.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 MAX_WIDTH = 32768  # of a row, which a program holds in its registers
-MAX_SHARING = 264  # programs that share rows: they wait for each other, so all run at once
+MAX_SHARING = 264  # programs that share rows: they wait for each other, so all run at once (H200)
 EMPTY = -1  # the sign bit is set, as in no largest value
 
 # Rounds two float32s to bfloat16 by one instruction; a conversion there and back would take one
@@ -124,8 +124,9 @@ def round_gated(
     operands = {
         "sums": sums_T2F, "row_scale": row_scale_T1, "scale": scale_2F, "bias": bias_2F,
     }  # fmt: skip
-    # Programs do not run beside each other in interpret mode: none can wait for another.
-    layout = row_layout(F) if interpret else gated_layout(T, F)
+    layout = gated_layout(T, F)
+    if interpret:  # programs run one after the other: none can wait for the next
+        layout = layout._replace(programs=1)
     row = partial(_gated_row, activation=activation, dtype=dtype, on_card=not interpret)
     return _round(row, operands, (T, F), "round_gated", interpret, layout=layout)[0]
 
