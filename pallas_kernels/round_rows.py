@@ -27,16 +27,8 @@ MAX_WIDTH = 32768  # of a row, which a program holds in its registers
 MAX_SHARING = 264  # programs that share rows: they wait for each other, so all run at once (H200)
 EMPTY = -1  # the sign bit is set, as in no largest value
 
-# Rounds two float32s to bfloat16 by one instruction; a conversion there and back would take one
-# for each, at a quarter of its rate.
-_ROUND_PAIR = """{
-    .reg .b32 pair, half;
-    cvt.rn.bf16x2.f32 pair, $3, $2;
-    shl.b32 half, pair, 16;
-    mov.b32 $0, half;
-    and.b32 half, pair, 0xFFFF0000;
-    mov.b32 $1, half;
-}"""
+# Two float32s by one instruction, where the compiler takes one each, at a quarter of its rate.
+_TO_BFLOAT16 = "cvt.rn.bf16x2.f32 $0, $2, $1;"
 
 
 class Layout(NamedTuple):
@@ -246,63 +238,70 @@ def _load(ref: Any, live_B: jax.Array) -> jax.Array:
     return pltriton.load(ref, mask=live_B, other=0).astype(jnp.float32)
 
 
-def _rounded(x_B: jax.Array, dtype: Any, on_card: bool) -> jax.Array:
-    """Float32s rounded to some dtype, as float32s again."""
+def _cast(x_B: jax.Array, dtype: Any, on_card: bool) -> jax.Array:
+    """Float32s rounded to some dtype."""
     if not on_card or dtype != jnp.bfloat16:
-        return x_B.astype(dtype).astype(jnp.float32)
-    shape = jax.ShapeDtypeStruct(x_B.shape, x_B.dtype)
-    (x_B,) = pltriton.elementwise_inline_asm(
-        _ROUND_PAIR, args=(x_B,), constraints="=f,=f,f,f", pack=2, result_shape_dtypes=[shape]
+        return x_B.astype(dtype)
+    (y_B,) = pltriton.elementwise_inline_asm(
+        _TO_BFLOAT16,
+        args=(x_B,),
+        constraints="=r,f,f",
+        pack=2,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x_B.shape, dtype)],
     )
-    return x_B
+    return y_B
 
 
 def _scaled(
     ref: Mapping[str, Any], t: jax.Array, at: tuple[Any, ...], live_B: jax.Array, dtype: Any,
     on_card: bool,
 ) -> jax.Array:  # fmt: skip
-    """Sums of a row at these outputs, scaled, with their bias: float32s rounded to some dtype."""
+    """Sums of a row at these outputs, scaled, with their bias."""
     scale = ref["row_scale"][t, 0]
     y_B = _load(ref["sums"].at[t, *at], live_B) * scale * _load(ref["scale"].at[at], live_B)
-    y_B = _rounded(y_B, dtype, on_card)
+    y_B = _cast(y_B, dtype, on_card)
     if "bias" in ref:
-        y_B = _rounded(y_B + _load(ref["bias"].at[at], live_B), dtype, on_card)
+        y_B += pltriton.load(ref["bias"].at[at], mask=live_B, other=0)
     return y_B
 
 
 def _normed(
     x_B: jax.Array, ref: Mapping[str, Any], d_B: jax.Array, live_B: jax.Array,
-    eps: float, plus_one: bool,
+    eps: float, plus_one: bool, on_card: bool,
 ) -> jax.Array:  # fmt: skip
-    """A row of float32s, normalised."""
-    x_B *= lax.rsqrt(jnp.square(x_B).sum() / ref["q"].shape[1] + eps)
-    return x_B * (_load(ref["factor"].at[d_B], live_B) + plus_one)
+    """A row of some dtype, normalised and rounded to it."""
+    wide_B = x_B.astype(jnp.float32)
+    wide_B *= lax.rsqrt(jnp.square(wide_B).sum() / ref["q"].shape[1] + eps)
+    wide_B *= _load(ref["factor"].at[d_B], live_B) + plus_one
+    return _cast(wide_B, x_B.dtype, on_card)
 
 
 def _plain_row(
     ref: Mapping[str, Any], t: jax.Array, d_B: jax.Array, live_B: jax.Array,
     *, eps: float, plus_one: bool, on_card: bool,
 ) -> jax.Array:  # fmt: skip
-    x_B = _load(ref["x"].at[t, d_B], live_B)
+    x_B = pltriton.load(ref["x"].at[t, d_B], mask=live_B, other=0)
     if "factor" in ref:
-        x_B = _rounded(_normed(x_B, ref, d_B, live_B, eps, plus_one), ref["x"].dtype, on_card)
-    return x_B
+        x_B = _normed(x_B, ref, d_B, live_B, eps, plus_one, on_card)
+    return x_B.astype(jnp.float32)
 
 
 def _gated_row(
     ref: Mapping[str, Any], t: jax.Array, d_B: jax.Array, live_B: jax.Array,
     *, activation: str, dtype: Any, on_card: bool,
 ) -> jax.Array:  # fmt: skip
-    gate_B, up_B = (_scaled(ref, t, (i, d_B), live_B, dtype, on_card) for i in (0, 1))
-    return _rounded(ACTIVATIONS[activation](gate_B) * up_B, dtype, on_card)
+    gate_B, up_B = (
+        _scaled(ref, t, (which, d_B), live_B, dtype, on_card).astype(jnp.float32)
+        for which in (0, 1)
+    )
+    return _cast(ACTIVATIONS[activation](gate_B) * up_B, dtype, on_card).astype(jnp.float32)
 
 
 def _added_row(
     ref: Mapping[str, Any], t: jax.Array, d_B: jax.Array, live_B: jax.Array,
     *, eps: float, plus_one: bool, on_card: bool,
 ) -> jax.Array:  # fmt: skip
-    dtype = ref["made"].dtype
-    x_B = _scaled(ref, t, (d_B,), live_B, dtype, on_card)
-    x_B = _rounded(x_B + _load(ref["residual"].at[t, d_B], live_B), dtype, on_card)
-    pltriton.store(ref["made"].at[t, d_B], x_B.astype(dtype), mask=live_B)
-    return _rounded(_normed(x_B, ref, d_B, live_B, eps, plus_one), dtype, on_card)
+    x_B = _scaled(ref, t, (d_B,), live_B, ref["made"].dtype, on_card)
+    x_B += pltriton.load(ref["residual"].at[t, d_B], mask=live_B, other=0)
+    pltriton.store(ref["made"].at[t, d_B], x_B, mask=live_B)
+    return _normed(x_B, ref, d_B, live_B, eps, plus_one, on_card).astype(jnp.float32)
