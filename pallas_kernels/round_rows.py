@@ -1,12 +1,16 @@
 """Rows normalised, gated or added up, and rounded to 8-bit floats, in Pallas' Triton dialect: one
 kernel, a row a program. XLA would read a row to find its largest value, and again to round it.
+
+Where rows are fewer than the card has room for, several programs share a gated one: each puts its
+part's largest value where every other of them has a place for it, and waits until its own places
+have been filled. An empty one holds `EMPTY`; whoever has read a word empties its place again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from functools import partial, reduce
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +24,40 @@ from pallas_kernels.rms_norm import Norm, Rounded, Rows
 E4M3 = jnp.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 MAX_WIDTH = 32768  # of a row, which a program holds in its registers
+MAX_SHARING = 264  # programs that share rows: they wait for each other, so all run at once (H200)
+EMPTY = -1  # the sign bit is set, as in no largest value
+
+# Two float32s by one instruction, where the compiler takes one each, at a quarter of its rate.
+_TO_BFLOAT16 = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+
+
+class Layout(NamedTuple):
+    """How rows are laid out on the card; never changes what is computed.
+
+    Attributes:
+        block: values that a program has in an array, a power of two.
+        num_warps: of a program.
+        programs: of a row, a power of two.
+    """
+
+    block: int
+    num_warps: int
+    programs: int = 1
+
+
+def row_layout(D: int) -> Layout:
+    """A program a row, which is one array."""
+    block = pl.next_power_of_2(D)
+    return Layout(block, min(16, max(4, block // 1024)))
+
+
+def gated_layout(T: int, F: int) -> Layout:
+    """A thread has four neighbours of each array, all of whose scales it reads at once (H200)."""
+    programs = 1
+    while 2 * programs * T <= MAX_SHARING and F // programs >= 4096:
+        programs *= 2
+    num_warps = 16 if F // programs >= 8192 else 8
+    return Layout(4 * 32 * num_warps, num_warps, programs)
 
 
 def row_scale(largest: jax.Array) -> jax.Array:
@@ -46,7 +84,7 @@ def round_rows(x_TD: jax.Array, norm: Norm | None = None, *, interpret: bool = F
         ValueError: rows wider than `MAX_WIDTH`.
     """
     eps, plus_one = (0.0, False) if norm is None else (norm.eps, norm.plus_one)
-    row = partial(_plain_row, eps=eps, plus_one=plus_one)
+    row = partial(_plain_row, eps=eps, plus_one=plus_one, on_card=not interpret)
     operands = {"x": x_TD, "factor": None if norm is None else norm.scale_D}
     return _round(row, operands, x_TD.shape, "round_rows", interpret)[0]
 
@@ -78,8 +116,11 @@ def round_gated(
     operands = {
         "sums": sums_T2F, "row_scale": row_scale_T1, "scale": scale_2F, "bias": bias_2F,
     }  # fmt: skip
-    row = partial(_gated_row, activation=activation, dtype=dtype)
-    return _round(row, operands, (T, F), "round_gated", interpret)[0]
+    layout = gated_layout(T, F)
+    if interpret:  # programs run one after the other: none can wait for the next
+        layout = layout._replace(programs=1)
+    row = partial(_gated_row, activation=activation, dtype=dtype, on_card=not interpret)
+    return _round(row, operands, (T, F), "round_gated", interpret, layout=layout)[0]
 
 
 def round_added(
@@ -110,9 +151,11 @@ def round_added(
         "sums": sums_TD, "row_scale": row_scale_T1, "scale": scale_D, "bias": bias_D,
         "residual": residual_TD, "factor": norm.scale_D,
     }  # fmt: skip
-    row = partial(_added_row, eps=norm.eps, plus_one=norm.plus_one)
+    row = partial(_added_row, eps=norm.eps, plus_one=norm.plus_one, on_card=not interpret)
     name = "round_added"
-    rounded, (x_TD,) = _round(row, operands, sums_TD.shape, name, interpret, residual_TD.dtype)
+    rounded, (x_TD,) = _round(
+        row, operands, sums_TD.shape, name, interpret, made_dtype=residual_TD.dtype
+    )
     return Rows(x_TD, rounded=rounded)
 
 
@@ -122,17 +165,23 @@ def _round(
     shape: tuple[int, ...],
     name: str,
     interpret: bool,
+    *,
     made_dtype: Any = None,
+    layout: Layout | None = None,
 ) -> tuple[Rounded, list[jax.Array]]:
     """Round each row, and keep in `made_dtype` what it was before its norm.
 
     Args:
         row: (refs by name, t, d_B, which of them are there): float32 [B], and may fill "made".
+        layout: None: `row_layout`.
     """
     T, D = shape
     if D > MAX_WIDTH:
         raise ValueError(f"rows of {D} are wider than {MAX_WIDTH}")
-    block, given = pl.next_power_of_2(D), {key: x for key, x in operands.items() if x is not None}
+    block, num_warps, programs = layout or row_layout(D)
+    given = {key: x for key, x in operands.items() if x is not None}
+    if programs > 1:
+        given["largest"] = jnp.full((T, programs, programs), EMPTY, jnp.int32)
     outs = {
         "q": jax.ShapeDtypeStruct((T, D), E4M3),
         "q_scale": jax.ShapeDtypeStruct((T, 1), jnp.float32),
@@ -140,37 +189,77 @@ def _round(
     if made_dtype is not None:
         outs["made"] = jax.ShapeDtypeStruct((T, D), made_dtype)
     results = pl.pallas_call(
-        partial(_kernel, row=row, names=(*given, *outs), block=block),
-        grid=(T,),
+        partial(_kernel, row=row, names=(*given, *outs), block=block, programs=programs),
+        grid=(T * programs,),
         out_shape=list(outs.values()),
-        compiler_params=pltriton.CompilerParams(num_warps=min(16, max(4, block // 1024))),
+        compiler_params=pltriton.CompilerParams(num_warps=num_warps),
         interpret=interpret,
         name=name,
     )(*given.values())
     return Rounded(*results[:2]), results[2:]
 
 
-def _kernel(*refs: Any, row: Callable[..., jax.Array], names: tuple[str, ...], block: int) -> None:
+def _kernel(
+    *refs: Any, row: Callable[..., jax.Array], names: tuple[str, ...], block: int, programs: int
+) -> None:
     ref = dict(zip(names, refs, strict=True))
-    t, d_B = pl.program_id(0), jnp.arange(block)
-    live_B = d_B < ref["q"].shape[1]
-    x_B = row(ref, t, d_B, live_B)
-    scale = row_scale(jnp.max(jnp.abs(x_B)))
-    pltriton.store(ref["q"].at[t, d_B], to_e4m3(x_B / scale), mask=live_B)
+    D = ref["q"].shape[1]
+    t, part = lax.div(pl.program_id(0), programs), lax.rem(pl.program_id(0), programs)
+    blocks = pl.cdiv(D, programs * block)
+    columns = [(part * blocks + i) * block + jnp.arange(block) for i in range(blocks)]
+    values = [row(ref, t, d_B, d_B < D) for d_B in columns]
+    largest = jnp.max(reduce(jnp.maximum, map(jnp.abs, values)))
+    if programs > 1:
+        largest = _largest_of_row(largest, ref["largest"], t, part)
+    scale = row_scale(largest)
+    for d_B, x_B in zip(columns, values, strict=True):
+        pltriton.store(ref["q"].at[t, d_B], to_e4m3(x_B / scale), mask=d_B < D)
     ref["q_scale"][t, 0] = scale
+
+
+def _largest_of_row(largest: jax.Array, place_ref: Any, t: jax.Array, part: jax.Array) -> jax.Array:
+    """Of all parts, by way of places [T, parts, parts that send]."""
+    other_P = jnp.arange(place_ref.shape[1])
+    part_P = jnp.full_like(other_P, part)
+    sent = lax.bitcast_convert_type(largest, jnp.int32)  # in the floats' order: none is negative
+    pltriton.store(place_ref.at[t, other_P, part_P], jnp.full_like(other_P, sent))
+    own_P = place_ref.at[t, part_P, other_P]
+    word_P = lax.while_loop(
+        lambda word_P: word_P.min() == EMPTY,
+        lambda _: pltriton.load(own_P, volatile=True),
+        jnp.full_like(other_P, EMPTY),
+    )
+    pltriton.debug_barrier()  # all warps have read the words
+    pltriton.store(own_P, jnp.full_like(other_P, EMPTY))
+    return lax.bitcast_convert_type(word_P.max(), jnp.float32)
 
 
 def _load(ref: Any, live_B: jax.Array) -> jax.Array:
     return pltriton.load(ref, mask=live_B, other=0).astype(jnp.float32)
 
 
+def _cast(x_B: jax.Array, dtype: Any, on_card: bool) -> jax.Array:
+    """Float32s rounded to some dtype."""
+    if not on_card or dtype != jnp.bfloat16:
+        return x_B.astype(dtype)
+    (y_B,) = pltriton.elementwise_inline_asm(
+        _TO_BFLOAT16,
+        args=(x_B,),
+        constraints="=r,f,f",
+        pack=2,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x_B.shape, dtype)],
+    )
+    return y_B
+
+
 def _scaled(
-    ref: Mapping[str, Any], t: jax.Array, at: tuple[Any, ...], live_B: jax.Array, dtype: Any
-) -> jax.Array:
+    ref: Mapping[str, Any], t: jax.Array, at: tuple[Any, ...], live_B: jax.Array, dtype: Any,
+    on_card: bool,
+) -> jax.Array:  # fmt: skip
     """Sums of a row at these outputs, scaled, with their bias."""
     scale = ref["row_scale"][t, 0]
     y_B = _load(ref["sums"].at[t, *at], live_B) * scale * _load(ref["scale"].at[at], live_B)
-    y_B = y_B.astype(dtype)
+    y_B = _cast(y_B, dtype, on_card)
     if "bias" in ref:
         y_B += pltriton.load(ref["bias"].at[at], mask=live_B, other=0)
     return y_B
@@ -178,39 +267,41 @@ def _scaled(
 
 def _normed(
     x_B: jax.Array, ref: Mapping[str, Any], d_B: jax.Array, live_B: jax.Array,
-    eps: float, plus_one: bool,
+    eps: float, plus_one: bool, on_card: bool,
 ) -> jax.Array:  # fmt: skip
     """A row of some dtype, normalised and rounded to it."""
     wide_B = x_B.astype(jnp.float32)
     wide_B *= lax.rsqrt(jnp.square(wide_B).sum() / ref["q"].shape[1] + eps)
-    return (wide_B * (_load(ref["factor"].at[d_B], live_B) + plus_one)).astype(x_B.dtype)
+    wide_B *= _load(ref["factor"].at[d_B], live_B) + plus_one
+    return _cast(wide_B, x_B.dtype, on_card)
 
 
 def _plain_row(
     ref: Mapping[str, Any], t: jax.Array, d_B: jax.Array, live_B: jax.Array,
-    *, eps: float, plus_one: bool,
+    *, eps: float, plus_one: bool, on_card: bool,
 ) -> jax.Array:  # fmt: skip
     x_B = pltriton.load(ref["x"].at[t, d_B], mask=live_B, other=0)
     if "factor" in ref:
-        x_B = _normed(x_B, ref, d_B, live_B, eps, plus_one)
+        x_B = _normed(x_B, ref, d_B, live_B, eps, plus_one, on_card)
     return x_B.astype(jnp.float32)
 
 
 def _gated_row(
     ref: Mapping[str, Any], t: jax.Array, d_B: jax.Array, live_B: jax.Array,
-    *, activation: str, dtype: Any,
+    *, activation: str, dtype: Any, on_card: bool,
 ) -> jax.Array:  # fmt: skip
     gate_B, up_B = (
-        _scaled(ref, t, (which, d_B), live_B, dtype).astype(jnp.float32) for which in (0, 1)
+        _scaled(ref, t, (which, d_B), live_B, dtype, on_card).astype(jnp.float32)
+        for which in (0, 1)
     )
-    return (ACTIVATIONS[activation](gate_B) * up_B).astype(dtype).astype(jnp.float32)
+    return _cast(ACTIVATIONS[activation](gate_B) * up_B, dtype, on_card).astype(jnp.float32)
 
 
 def _added_row(
     ref: Mapping[str, Any], t: jax.Array, d_B: jax.Array, live_B: jax.Array,
-    *, eps: float, plus_one: bool,
+    *, eps: float, plus_one: bool, on_card: bool,
 ) -> jax.Array:  # fmt: skip
-    x_B = _scaled(ref, t, (d_B,), live_B, ref["made"].dtype)
+    x_B = _scaled(ref, t, (d_B,), live_B, ref["made"].dtype, on_card)
     x_B += pltriton.load(ref["residual"].at[t, d_B], mask=live_B, other=0)
     pltriton.store(ref["made"].at[t, d_B], x_B, mask=live_B)
-    return _normed(x_B, ref, d_B, live_B, eps, plus_one).astype(jnp.float32)
+    return _normed(x_B, ref, d_B, live_B, eps, plus_one, on_card).astype(jnp.float32)

@@ -21,9 +21,9 @@ def argmax(x_RV: jax.Array, mesh: Mesh | None) -> jax.Array:
         return sampling.argmax(x_RV)
 
     def best(x_RV: jax.Array) -> jax.Array:
-        value_RX, id_RX = _exchange(
-            x_RV.max(axis=-1)[:, None], sampling.argmax(x_RV)[:, None], x_RV
-        )
+        id_R1 = sampling.argmax(x_RV)[:, None]
+        value_R1 = jnp.take_along_axis(x_RV, id_R1, axis=-1)
+        value_RX, id_RX = _exchange(value_R1, id_R1, x_RV)
         return jnp.take_along_axis(id_RX, sampling.argmax(value_RX)[:, None], axis=-1)[:, 0]
 
     return _on_parts(best, mesh)(x_RV)

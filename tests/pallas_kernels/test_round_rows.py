@@ -37,17 +37,20 @@ def test_they_are_those_of_the_plain_way(plus_one: bool | None) -> None:
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_gates_are_those_of_the_plain_way(activation: str, with_bias: bool, dtype: str) -> None:
-    sums_T2F = jnp.asarray(RNG.normal(size=(T, 2, D)) * 900, dtype).at[2].set(0)
+@pytest.mark.parametrize("F", [D, 5000])  # one array, and several
+def test_gates_are_those_of_the_plain_way(
+    activation: str, with_bias: bool, dtype: str, F: int
+) -> None:
+    sums_T2F = jnp.asarray(RNG.normal(size=(T, 2, F)) * 900, dtype).at[2].set(0)
     row_scale_T1 = jnp.asarray(RNG.uniform(1e-3, 1e-2, (T, 1)), jnp.float32)
-    scale_2F = jnp.asarray(RNG.uniform(0.1, 1, (2, D)), jnp.float32)
-    bias_2F = jnp.asarray(RNG.normal(size=(2, D)), dtype) if with_bias else None
+    scale_2F = jnp.asarray(RNG.uniform(0.1, 1, (2, F)), jnp.float32)
+    bias_2F = jnp.asarray(RNG.normal(size=(2, F)), dtype) if with_bias else None
     y = (sums_T2F.astype(jnp.float32) * row_scale_T1[..., None] * scale_2F).astype(dtype)
     want, want_T = quantize_rows(finished(y, dtype, bias_2F, activation))
     found, scale_T1 = round_gated(
         sums_T2F, row_scale_T1, scale_2F, activation, bias_2F, dtype=dtype, interpret=True
     )
-    assert scale_T1.shape == (T, 1)
+    assert found.shape == (T, F) and scale_T1.shape == (T, 1)
     np.testing.assert_allclose(scale_T1[:, 0], want_T, rtol=1e-2)
     found_TD, want_TD = (np.asarray(x, np.float32) for x in (found, want))
     np.testing.assert_allclose(found_TD, want_TD, rtol=0.13, atol=2.0**-9)
