@@ -95,7 +95,7 @@ def test_what_is_left_to_others() -> None:
     for change in (
         {"T": MAX_ROWS + 1}, {"T": 16, "kernel_dtype": jnp.int16}, {"F": 192}, {"D": 896},
         {"group": 32}, {"group": 192}, {"group": 256}, {"rows_dtype": jnp.float32},
-        {"kernel_dtype": jnp.int8},
+        {"kernel_dtype": jnp.int8}, {"kernel_dtype": jnp.float8_e4m3fn},
     ):  # fmt: skip
         assert not is_supported(**(sizes | change))
 

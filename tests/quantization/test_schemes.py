@@ -165,7 +165,7 @@ def test_more_rows_of_integers_on_hopper(monkeypatch: pytest.MonkeyPatch, name: 
     monkeypatch.setattr(mosaic, "is_hopper", lambda: True)
     monkeypatch.setattr(mosaic, "quantized_linear_mosaic", kernel)
     serves = scheme.storage != "float8_e4m3fn"
-    for T in (100, 129):
+    for T in (100, mosaic.MAX_ROWS + 1):
         x_TI = normal(T, 512).astype(jnp.bfloat16)
         rows = scheme.fused(Rows(x_TI), arrays, Around(norm), jnp.bfloat16)
         assert (rows is not None) == (serves and T == 100)
