@@ -204,7 +204,7 @@ def widens(scheme: Scheme) -> bool:
     XLA multiplies with others as they are stored, or widens them on their way into the product.
     """
     return isinstance(scheme, WeightOnly) and (
-        scheme.packed > 1 or scheme.group is not None or scheme.has_zero
+        scheme.storage == "int4" or scheme.group is not None or scheme.has_zero
     )
 
 

@@ -122,16 +122,16 @@ class WeightOnly:
         if self.ordered:
             x_TI = jnp.take(x_TI, arrays[ORDER], axis=1)
         precision = jax.lax.Precision.HIGHEST if x_TI.dtype == jnp.float32 else None
-        is_float = self.storage == E4M3
-        if self.group is not None or self.has_zero or not is_float:
-            # Not before x is there: XLA would widen all layers' kernels first, and keep them all.
-            x_TI, arrays = jax.lax.optimization_barrier((x_TI, dict(arrays)))
-        if self.group is not None or self.has_zero:
-            return contract(x_TI, self.dequantize(arrays, x_TI.dtype), precision, dtype)
-        # Exact in the dtype of x; floats XLA may widen on their way into the product.
-        kernel = arrays[KERNEL] if is_float else unpack(arrays[KERNEL])
-        y = contract(x_TI, kernel.astype(x_TI.dtype), precision, sum_dtype(dtype))
-        return (y.astype(jnp.float32) * arrays["kernel_scale"]).astype(dtype)
+        if self.group is None and not self.has_zero and self.storage != "int4":
+            # Exact in the dtype of x: XLA may widen them on their way into the product.
+            kernel = arrays[KERNEL]
+            if self.storage == "int8":
+                x_TI, kernel = _in_order_of_bytes(x_TI), _in_bytes(kernel)
+            y = contract(x_TI, kernel.astype(x_TI.dtype), precision, sum_dtype(dtype))
+            return (y.astype(jnp.float32) * arrays["kernel_scale"]).astype(dtype)
+        # Not before x is there: XLA would widen all layers' kernels first, and keep them all.
+        x_TI, arrays = jax.lax.optimization_barrier((x_TI, dict(arrays)))
+        return contract(x_TI, self.dequantize(arrays, x_TI.dtype), precision, dtype)
 
     def fused(
         self, rows: Rows, arrays: Mapping[str, jax.Array], around: Around, dtype: Any
@@ -189,3 +189,19 @@ def unpack(x: jax.Array) -> jax.Array:
     elements = jax.lax.bitcast_convert_type(x, jnp.uint16).reshape(*lead, -1, 1, run)
     parts = elements >> np.arange(0, ELEMENT, bits, dtype=np.uint16)[:, None] & (2**bits - 1)
     return (parts.astype(jnp.int16) - 2 ** (bits - 1)).astype(jnp.int8).reshape(*lead, -1)
+
+
+def _in_bytes(x: jax.Array) -> jax.Array:
+    """8-bit weights [..., I / 2] as int8 [..., I], in the order of their bytes.
+
+    XLA takes no pass over them for it.
+    """
+    stored = jax.lax.bitcast_convert_type(x, jnp.int8).reshape(*x.shape[:-1], -1)
+    return stored + jnp.int8(-128)  # beyond the range it wraps around
+
+
+def _in_order_of_bytes(x_TI: jax.Array) -> jax.Array:
+    """Rows whose terms stand as those of `_in_bytes`."""
+    T, size = x_TI.shape
+    halves = x_TI.reshape(T, -1, 2, math.gcd(size, RUN) // 2)
+    return halves.swapaxes(2, 3).reshape(T, size)

@@ -20,7 +20,6 @@ SCHEMES = (
     WeightOnly("int8", group=128),
     WeightOnly("float8_e4m3fn", group=128),
     WeightOnly("int8"),
-    WeightOnly("float8_e4m3fn"),
 )
 
 
