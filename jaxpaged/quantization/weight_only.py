@@ -176,8 +176,9 @@ def pack(x: jax.Array, bits: int) -> jax.Array:
     count = ELEMENT // bits
     run = math.gcd(size, RUN) // count
     parts = (x.astype(jnp.int32) + 2 ** (bits - 1)).reshape(*lead, -1, count, run)
-    shifted = parts.astype(jnp.uint16) << np.arange(0, ELEMENT, bits, dtype=np.uint16)[:, None]
-    elements = jnp.sum(shifted, axis=-2, dtype=jnp.uint16).reshape(*lead, -1)
+    elements = jnp.sum(
+        parts.astype(jnp.uint16) << _shifts(bits), axis=-2, dtype=jnp.uint16
+    ).reshape(*lead, -1)
     return jax.lax.bitcast_convert_type(elements, _DTYPES[bits])
 
 
@@ -187,8 +188,13 @@ def unpack(x: jax.Array) -> jax.Array:
     count = packed(x.dtype)
     bits, run = ELEMENT // count, math.gcd(count * size, RUN) // count
     elements = jax.lax.bitcast_convert_type(x, jnp.uint16).reshape(*lead, -1, 1, run)
-    parts = elements >> np.arange(0, ELEMENT, bits, dtype=np.uint16)[:, None] & (2**bits - 1)
+    parts = elements >> _shifts(bits) & (2**bits - 1)
     return (parts.astype(jnp.int16) - 2 ** (bits - 1)).astype(jnp.int8).reshape(*lead, -1)
+
+
+def _shifts(bits: int) -> np.ndarray:
+    """Of an element's weights, [packed, 1]."""
+    return np.arange(0, ELEMENT, bits, dtype=np.uint16)[:, None]
 
 
 def _in_bytes(x: jax.Array) -> jax.Array:
