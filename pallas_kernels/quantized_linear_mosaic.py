@@ -454,8 +454,10 @@ def _sum(scratch: _Scratch, work: _Work, mine: tuple[Any, Any], outputs: Outputs
     weights, rows = scratch.weights[1], scratch.rows[1]
     stages, boxes, N, _ = rows.shape
     dtype = rows.dtype
-    of_groups = scratch.zeros if scratch.scales is None else scratch.scales
-    parts = 1 if of_groups is None else of_groups.shape[2]
+    if scratch.scales is None:
+        sum_whole = partial(_sum_whole, scratch, work, mine, outputs)
+        return pl.run_scoped(sum_whole, plgpu.ACC((BAND, N), jnp.float32))
+    parts = scratch.scales.shape[2]
     runs = boxes // parts
 
     def step(s: Any, sum_BN: jax.Array) -> jax.Array:
@@ -485,16 +487,47 @@ def _sum(scratch: _Scratch, work: _Work, mine: tuple[Any, Any], outputs: Outputs
         for at in range(0, parts, at_once):
             accs = [plgpu.ACC((BAND, N), jnp.float32)] * at_once
             for i, group_BN in enumerate(pl.run_scoped(partial(multiply, at=at), *accs)):
-                scale_B = scales[at + i]
-                if scale_B is not None:
-                    scale_B *= 1 / unit(dtype)
-                    group_BN *= lax.broadcast_in_dim(scale_B, group_BN.shape, (0,))
-                sum_BN += group_BN
+                scale_B = scales[at + i] * (1 / unit(dtype))
+                sum_BN += group_BN * lax.broadcast_in_dim(scale_B, group_BN.shape, (0,))
         plgpu.barrier_arrive(scratch.consumed.at[slot])
         return sum_BN
 
     start_BN = plgpu.layout_cast(jnp.zeros((BAND, N), jnp.float32), WGMMA)
     return lax.fori_loop(*mine, step, start_BN)
+
+
+def _sum_whole(
+    scratch: _Scratch, work: _Work, mine: tuple[Any, Any], outputs: Outputs, acc: Any
+) -> jax.Array:
+    """The same where nothing is scaled on the way: the tensor core need not stop between steps.
+
+    It has one run of terms while the next is unpacked.
+    """
+    weights, rows = scratch.weights[1], scratch.rows[1]
+    stages, boxes, _, _ = rows.shape
+    first, end = mine
+
+    def done(s: Any) -> None:
+        plgpu.barrier_arrive(scratch.consumed.at[work.slot(s, stages)])
+
+    @pl.loop(first, end)
+    def step(s: Any) -> None:
+        slot, zero_B = work.slot(s, stages), None
+        plgpu.barrier_wait(scratch.landed.at[slot])
+        words_BX = plgpu.layout_cast(weights[slot, pl.ds(outputs.first, BAND)], WGMMA)
+        if scratch.zeros is not None:
+            zero_B = load_group(scratch.zeros.at[slot], 0, outputs, BAND)
+        for run in range(boxes):
+            right = rows.at[slot, run].transpose((1, 0))
+            plgpu.wgmma(acc, unpack_run(words_BX, run, zero_B, rows.dtype), right)
+            # With four runs in flight across steps the assembler would wait for each of them.
+            plgpu.wgmma_wait(0 if run == 3 else 1)
+            if run == 0:
+                pl.when(s > first)(lambda: done(s - 1))
+
+    sum_BN = plgpu.wgmma_accumulator_load(acc, wait_n=0)
+    done(end - 1)
+    return sum_BN
 
 
 def _finish(

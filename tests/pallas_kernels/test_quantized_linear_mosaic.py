@@ -18,13 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from deviceless import check_mosaic, needs_compiler
+from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import quantized_linear_mosaic as module
 from pallas_kernels.quantized_linear_mosaic import (
+    BAND,
     BLOCK,
     MAX_ROWS,
     SHARED_MEMORY,
+    WARPGROUPS,
     TuningConfig,
     begin_of,
     cluster_of,
@@ -150,6 +153,7 @@ def scratch(real: Any, config: TuningConfig, kernel: Any, rows: Any, **sizes: An
     return real(config, kernel, rows, **sizes)._replace(
         weights=Twice(plgpu.SMEM((stages, BLOCK, words), kernel)),
         rows=Twice(plgpu.SMEM((stages, boxes, N, 64), rows)),
+        numbers=plgpu.SMEM((WARPGROUPS, 2, BAND, N), jnp.float32),
     )
 
 
@@ -215,14 +219,8 @@ STAND_INS |= {
 }  # fmt: skip
 
 
-class Accumulator:
-    """A tensor core's accumulator."""
-
-    def __init__(self, shape: tuple[int, int]) -> None:
-        self.sums = jnp.zeros(shape, jnp.float32)
-
-    def multiply(self, a: jax.Array, b: Any) -> None:
-        self.sums += jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+def wgmma(acc: Any, a: jax.Array, b: Any) -> None:
+    acc[...] += jnp.dot(a, b[...], preferred_element_type=jnp.float32)
 
 
 @pytest.fixture
@@ -230,10 +228,18 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     if jax.__version_info__ < (0, 11):
         pytest.skip("the interpreter of older versions lacks layouts")
     interpreter = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.shared_memory")
-    kernel = plgpu.kernel
+    kernel, sum_of = plgpu.kernel, module._sum
+    sums: list[Any] = []  # where a warpgroup's accumulators lie
+
+    def sum_in_memory(scratch: Any, *operands: Any) -> jax.Array:
+        sums[:] = [scratch.numbers.at[lax.axis_index("warpgroup")]]
+        return sum_of(scratch, *operands)
 
     def run_scoped(body: Any, *accs: Any) -> Any:
-        return body(*(Accumulator(acc.shape) for acc in accs))
+        refs = [sums[0].at[i] for i in range(len(accs))]
+        for ref in refs:
+            ref[...] = jnp.zeros(ref.shape, jnp.float32)
+        return body(*refs)
 
     def forget(barrier: Any) -> None:  # that some of its phases went by unseen
         with barrier.cv:
@@ -241,9 +247,11 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     interpret = plgpu.InterpretGPUParams(uninitialized_memory="zero")
     monkeypatch.setattr(plgpu, "kernel", partial(kernel, interpret=interpret))
-    monkeypatch.setattr(plgpu, "wgmma", Accumulator.multiply)
-    monkeypatch.setattr(plgpu, "wgmma_accumulator_load", lambda acc, wait_n: acc.sums)
+    monkeypatch.setattr(plgpu, "wgmma", wgmma)
+    monkeypatch.setattr(plgpu, "wgmma_wait", lambda _: None)
+    monkeypatch.setattr(plgpu, "wgmma_accumulator_load", lambda acc, wait_n: acc[...])
     monkeypatch.setattr(module.pl, "run_scoped", run_scoped)
+    monkeypatch.setattr(module, "_sum", sum_in_memory)
     monkeypatch.setattr(interpreter.Barrier, "deallocate", forget)
     monkeypatch.setattr(module, "_scratch", partial(scratch, module._scratch))
     for name, stand_in in STAND_INS.items():
