@@ -3,10 +3,9 @@
 The kernel is the left operand, [outputs, terms], as in quantized_linear, for more rows than that
 one serves well. A warpgroup brings tiles of kernel and rows in by TMA, through a ring that takes
 most of the shared memory; the others widen integers in registers, from where they go into the
-tensor core. The programs of a cluster have outputs of their own and share the rows: each brings
-a part of them into the memory of all.
+tensor core.
 
-The steps of all blocks' sums lie in a row, of which each cluster takes an equal part: none waits
+The steps of all blocks' sums lie in a row, of which each program takes an equal part: none waits
 for others. A sum that several had a part of is added up by the one that comes last, always in the
 same order.
 """
@@ -67,25 +66,21 @@ class TuningConfig:
 
     Attributes:
         block_rows: rows of a block, a power of two from 8 to 128.
-        cluster: programs that share rows, 1 or 2.
         num_stages: steps in flight, from 2.
         programs: of the grid.
     """
 
     block_rows: int
-    cluster: int
     num_stages: int
     programs: int = PROGRAMS
 
     def __post_init__(self) -> None:
         if self.block_rows not in (8, 16, 32, 64, 128):
             raise ValueError(f"block_rows must be a power of two from 8, got {self.block_rows}")
-        if self.cluster not in (1, 2):
-            raise ValueError(f"cluster must be 1 or 2, got {self.cluster}")
         if self.num_stages < 2:
             raise ValueError(f"num_stages must be at least 2, got {self.num_stages}")
-        if self.programs < self.cluster:
-            raise ValueError(f"programs must be at least the cluster, got {self.programs}")
+        if self.programs < 1:
+            raise ValueError(f"programs must be positive, got {self.programs}")
 
 
 def terms_of_step(kernel_dtype: Any) -> int:
@@ -93,12 +88,11 @@ def terms_of_step(kernel_dtype: Any) -> int:
     return LINE // jnp.dtype(kernel_dtype).itemsize * packed(kernel_dtype)
 
 
-def tuning_config(*, T: int, F: int, kernel_dtype: Any) -> TuningConfig:
-    """The setting for T rows and F outputs."""
+def tuning_config(*, T: int, kernel_dtype: Any) -> TuningConfig:
+    """The setting for T rows."""
     rows = min(128, max(8, pl.next_power_of_2(T)))
     step = 2 * BAND * LINE + rows * terms_of_step(kernel_dtype) * 2
-    cluster = 2 if rows == 128 and F % (4 * BAND) == 0 else 1
-    return TuningConfig(rows, cluster, min(8, SHARED_MEMORY // step))
+    return TuningConfig(rows, min(8, SHARED_MEMORY // step))
 
 
 def min_rows(F: int, kernel_dtype: Any) -> int:
@@ -168,7 +162,7 @@ def quantized_linear_mosaic(
     x_TD, square_XT = x if isinstance(x, HalfNormed) else (x, None)
     (T, D), F = x_TD.shape, kernel_FX.shape[0]
     groups = scale.shape[0] if scale.ndim == 2 else 1
-    config = config or tuning_config(T=T, F=F, kernel_dtype=kernel_FX.dtype)
+    config = config or tuning_config(T=T, kernel_dtype=kernel_FX.dtype)
     fits = is_supported(
         T=MAX_ROWS,
         D=D,
@@ -179,7 +173,7 @@ def quantized_linear_mosaic(
         gated_zeros=activation is not None and zero_GF is not None,
     )
     terms, line = terms_of_step(kernel_FX.dtype), LINE // kernel_FX.dtype.itemsize
-    fits = fits and kernel_FX.shape[1] * terms == D * line and F % (BLOCK * config.cluster) == 0
+    fits = fits and kernel_FX.shape[1] * terms == D * line
     if not fits or scale.shape[-1] != F:
         raise ValueError(
             f"rows of {D} in {x_TD.dtype} do not fit {kernel_FX.shape} in {kernel_FX.dtype} with "
@@ -189,9 +183,9 @@ def quantized_linear_mosaic(
         raise ValueError("nothing can be added to gated outputs here")
     if activation == NOT_IN_KERNELS:
         raise ValueError(f"{activation} has no place in a kernel")
-    N, cluster, gated = config.block_rows, config.cluster, activation is not None
-    tiles, parts = F // (BLOCK * cluster) * pl.cdiv(T, N), max(1, terms * groups // D)
-    clusters = min(config.programs // cluster, tiles * (D // terms))
+    N, gated = config.block_rows, activation is not None
+    tiles, parts = F // BLOCK * pl.cdiv(T, N), max(1, terms * groups // D)
+    programs = min(config.programs, tiles * (D // terms))
     given: dict[str, Any] = {
         "x": x_TD.reshape(T, -1, LANES),
         "kernel": kernel_FX.reshape(2, F // 16, 8, -1) if gated else kernel_FX,
@@ -202,7 +196,7 @@ def quantized_linear_mosaic(
         "residual": residual_TF,
         "next_scale": next_scale_F,
         # One array serves all calls of a program: each leaves it as it was.
-        "arrived": jnp.zeros((tiles, cluster, WARPGROUPS), jnp.int32),
+        "arrived": jnp.zeros((tiles, WARPGROUPS), jnp.int32),
     }
     operands = {name: operand for name, operand in given.items() if operand is not None}
     outs = result_shapes(
@@ -212,13 +206,10 @@ def quantized_linear_mosaic(
         begins_norm=next_scale_F is not None,
     )
     # Each has at most the end of a sum that others began, and the beginning of one that they end.
-    part = (clusters, 2, cluster, WARPGROUPS, *part_shape(BAND, N))
+    part = (programs, 2, WARPGROUPS, *part_shape(BAND, N))
     outs["part"] = jax.ShapeDtypeStruct(part, jnp.float32)
-    grid: dict[str, Any] = {"grid": (clusters,), "grid_names": ("cluster",)}
-    if cluster > 1:
-        grid |= {"cluster": (cluster,), "cluster_names": ("member",)}
     results = plgpu.kernel(
-        partial(_kernel, names=(*operands, *outs), eps=eps, activation=activation, config=config),
+        partial(_kernel, names=(*operands, *outs), eps=eps, activation=activation, N=N),
         out_type=tuple(outs.values()),
         scratch_types=(
             _scratch(
@@ -230,11 +221,12 @@ def quantized_linear_mosaic(
                 zeros=0 if zero_GF is None else parts,
             ),
         ),
+        grid=(programs,),
+        grid_names=("program",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name="quantized_linear",
-        **grid,
     )(*operands.values())
     found = dict(zip(outs, results, strict=True))
     half = HalfNormed(found["next"], found["next_square"]) if "next" in found else None
@@ -265,8 +257,8 @@ def _scratch(
 ) -> _Scratch:
     """What `_kernel` is given.
 
-    One view of a tile is for TMA, the other one for the tensor core. They share the memory: lines
-    in the same order, swizzled by their addresses alone.
+    One view of a tile is for TMA, the other for the tensor core. They share the memory: lines in
+    the same order, swizzled by their addresses alone.
 
     Args:
         groups, zeros: of a step, that have scales and zeros; 0: none have.
@@ -285,12 +277,6 @@ def _scratch(
         halves = 1 + gated
         return plgpu.SMEM((stages, halves, count, BLOCK // halves), dtype) if count else None
 
-    # What a cluster shares is filled anew when all are through with it.
-    consumed: Any = plgpu.Barrier(num_barriers=stages, num_arrivals=WARPGROUPS)
-    if config.cluster > 1:
-        consumed = plgpu.ClusterBarrier(
-            collective_axes=("member",), num_barriers=stages, num_arrivals=WARPGROUPS
-        )
     copies = 2 + (1 + gated) * (bool(groups) + bool(zeros))
     return _Scratch(
         weights=tiles((stages,), (BLOCK // 16, 2, 8) if gated else (BLOCK,), kernel_dtype),
@@ -300,52 +286,47 @@ def _scratch(
         count=plgpu.SMEM((WARPGROUPS,), jnp.int32),
         numbers=plgpu.SMEM((WARPGROUPS, SCRATCH), jnp.float32),
         landed=plgpu.Barrier(num_barriers=stages, num_arrivals=copies),
-        consumed=consumed,
+        consumed=plgpu.Barrier(num_barriers=stages, num_arrivals=WARPGROUPS),
     )
 
 
 class _Work(NamedTuple):
-    """Steps of a cluster, among those of all blocks' sums."""
+    """Steps of a program, among those of all blocks' sums."""
 
     begin: Any
     end: Any
     steps: int  # of a sum
     row_blocks: int  # side by side for the same outputs: their weights are read from memory once
-    cluster: int
 
     def slot(self, step: Any, stages: int) -> Any:
         """Where in the ring a step lies."""
         return lax.rem(step - self.begin, stages)
 
     def block(self, tile: Any) -> tuple[Any, Any]:
-        """Of outputs, that of this program, and of rows."""
-        member = lax.axis_index("member") if self.cluster > 1 else 0
-        block = lax.div(tile, self.row_blocks) * self.cluster + member
-        return block, lax.rem(tile, self.row_blocks)
+        """Of outputs, and of rows."""
+        return lax.div(tile, self.row_blocks), lax.rem(tile, self.row_blocks)
 
 
-def begin_of(number: Any, clusters: int, total: int) -> Any:
-    """The first of a cluster's steps."""
-    return lax.div(number * total, clusters)
+def begin_of(number: Any, programs: int, total: int) -> Any:
+    """The first of a program's steps."""
+    return lax.div(number * total, programs)
 
 
-def cluster_of(step: Any, clusters: int, total: int) -> Any:
+def program_of(step: Any, programs: int, total: int) -> Any:
     """Whose step it is."""
-    return lax.div((step + 1) * clusters - 1, total)
+    return lax.div((step + 1) * programs - 1, total)
 
 
-def _kernel(
-    *refs: Any, names: tuple[str, ...], eps: float, activation: str | None, config: TuningConfig
-) -> None:
+def _kernel(*refs: Any, names: tuple[str, ...], eps: float, activation: str | None, N: int) -> None:
     *named, scratch = refs
     ref = dict(zip(names, named, strict=True))
     (T, columns), gated = ref["out"].shape, activation is not None
-    clusters, N = ref["part"].shape[0], config.block_rows
+    programs = ref["part"].shape[0]
     row_blocks, steps = pl.cdiv(T, N), ref["x"].shape[1] // scratch.rows[1].shape[1]
-    total = columns * (1 + gated) // (BLOCK * config.cluster) * row_blocks * steps
-    own, warpgroup = lax.axis_index("cluster"), lax.axis_index("warpgroup")
-    begin, end = begin_of(own, clusters, total), begin_of(own + 1, clusters, total)
-    work = _Work(begin, end, steps, row_blocks, config.cluster)
+    total = columns * (1 + gated) // BLOCK * row_blocks * steps
+    own, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
+    begin, end = begin_of(own, programs, total), begin_of(own + 1, programs, total)
+    work = _Work(begin, end, steps, row_blocks)
 
     @pl.when(warpgroup == WARPGROUPS)
     def load() -> None:
@@ -365,20 +346,20 @@ def _kernel(
             sum_BN = _sum(scratch, work, mine, outputs._replace(first=warpgroup * BAND))
             whole = (first >= begin) & (last <= end)
             # Those who have a part of it.
-            one, other = (cluster_of(s, clusters, total) for s in (first, last - 1))
-            member, others = lax.rem(block, config.cluster), other - one
+            one, other = (program_of(s, programs, total) for s in (first, last - 1))
+            others = other - one
             count = scratch.count.at[warpgroup]
 
             @pl.when(jnp.logical_not(whole))
             def hand_over() -> None:
-                arrived = ref["arrived"].at[tile, member, warpgroup]
+                arrived = ref["arrived"].at[tile, warpgroup]
                 # Whoever begins a sum does so at last: the others may well be through.
                 others_arrived(arrived, others, first >= begin, count)
 
                 @pl.when(count[...] != others)
                 def _() -> None:
                     begins = (own == one).astype(jnp.int32)
-                    store_part(ref["part"].at[own, begins, member, warpgroup], sum_BN)
+                    store_part(ref["part"].at[own, begins, warpgroup], sum_BN)
                     arrive(arrived, others, count)
 
             @pl.when(whole | (count[...] == others))
@@ -387,7 +368,7 @@ def _kernel(
                     for q in [one + i * PARTS + j for j in range(PARTS)]:
                         at = jnp.minimum(q, other)
                         begins = (at == one).astype(jnp.int32)
-                        part = ref["part"].at[at, begins, member, warpgroup]
+                        part = ref["part"].at[at, begins, warpgroup]
                         all_BN = add_part(all_BN, part, sum_BN, q == own, q <= other)
                     return all_BN
 
@@ -426,7 +407,6 @@ def _load_tiles(scratch: _Scratch, ref: dict[str, Any], work: _Work) -> None:
             ref["x"].at[pl.ds(row_block * N, N), pl.ds(k * boxes, boxes)],
             rows.at[slot].transpose((1, 0, 2)),
             landed,
-            collective_axes=("member",) if work.cluster > 1 else None,
         )
         for name, ring in (("scale", scratch.scales), ("zero", scratch.zeros)):
             if ring is not None:
@@ -435,12 +415,6 @@ def _load_tiles(scratch: _Scratch, ref: dict[str, Any], work: _Work) -> None:
                 for half in range(halves):
                     f = pl.ds(half * columns + block * size, size)
                     plgpu.copy_gmem_to_smem(ref[name].at[g, f], ring.at[slot, half], landed)
-
-    if work.cluster > 1:
-        # The other one's word that it is through must find this program still there.
-        @pl.loop(jnp.maximum(work.begin, work.end - stages), work.end)
-        def wait(s: Any) -> None:
-            plgpu.barrier_wait(scratch.consumed.at[work.slot(s, stages)])
 
 
 def _sum(scratch: _Scratch, work: _Work, mine: tuple[Any, Any], outputs: Outputs) -> jax.Array:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product as product_of
 from pathlib import Path
 from typing import Any
 
@@ -118,24 +120,32 @@ def check(T: int) -> bool:
     return good
 
 
-def check_scheme(name: str, T: int) -> bool:
-    """Whether each product is what XLA makes of the same rows.
+def compile_scheme(case: tuple[str, int]) -> Callable[[], bool]:
+    """What checks a scheme at so many rows: whether each product is what XLA makes of the same.
 
     Where rows are rounded, one may go to its neighbour in e4m3 on either side.
     """
+    name, T = case
     run = partial(run_layer, scheme=ON_THE_FLY[name].scheme)
-    given = weights(0), Rows(random(99, T, D, scale=1))
-    got = {key: y.x for key, y in jax.jit(partial(run, fuse=True))(*given).items()}
-    plain = jax.jit(partial(run, fuse=False))(*given, given=got)
-    good = True
-    for key in SHAPES:
-        y, want = (np.asarray(x, np.float64) for x in (got[key], plain[key].x))
-        away = np.abs(y - want) / (1 + np.abs(want))
-        fine = bool(away.max() < 0.25 and away.mean() < 1e-2)  # NaN is not
-        verdict = "ok  " if fine else "BAD "
-        print(verdict, f"{away.max():.1e} {away.mean():.1e}", key, name, f"T {T}", flush=True)
-        good &= fine
-    return good
+    params, rows = weights(0), Rows(random(99, T, D, scale=1))
+    fused = jax.jit(partial(run, fuse=True)).lower(params, rows).compile()
+    like = {key: y.x for key, y in jax.eval_shape(partial(run, fuse=True), params, rows).items()}
+    plain = jax.jit(partial(run, fuse=False)).lower(params, rows, given=like).compile()
+
+    def check() -> bool:
+        got = {key: y.x for key, y in fused(params, rows).items()}
+        wanted = plain(params, rows, given=got)
+        good = True
+        for key in SHAPES:
+            y, want = (np.asarray(x, np.float64) for x in (got[key], wanted[key].x))
+            away = np.abs(y - want) / (1 + np.abs(want))
+            fine = bool(away.max() < 0.25 and away.mean() < 1e-2)  # NaN is not
+            verdict = "ok  " if fine else "BAD "
+            print(verdict, f"{away.max():.1e} {away.mean():.1e}", key, name, f"T {T}", flush=True)
+            good &= fine
+        return good
+
+    return check
 
 
 def microseconds(T: int, fuse: bool) -> float:
@@ -162,10 +172,9 @@ def microseconds(T: int, fuse: bool) -> float:
 def main() -> int:
     """Check, then time; returns 1 if any product is wrong."""
     good = all([check(T) for T in (1, 8, 16, 27, 32, 64)])
+    cases = list(product_of(ON_THE_FLY, (5, 12, 40, 128, 200, 600)))
     with ThreadPoolExecutor() as pool:  # most of it is compiling
-        sizes = (5, 12, 40, 128, 200, 600)
-        runs = [pool.submit(check_scheme, name, T) for name in ON_THE_FLY for T in sizes]
-        good &= all([run.result() for run in runs])
+        good &= all([check() for check in list(pool.map(compile_scheme, cases))])
     for T in (8, 16, 32, 64):
         xla, fused = microseconds(T, False), microseconds(T, True)
         print(f"T {T}: {fused:.1f} us a layer, XLA {xla:.1f}", flush=True)

@@ -48,6 +48,8 @@ def from_packed(
 
 # T, D, F, kernel, dtype of the rows, groups, what else: products of Qwen2.5 7B, and smaller ones.
 PRODUCTS: tuple[tuple[int, int, int, str, str, int, set[str]], ...] = (
+    (5, 3584, 37888, "uint16", "bfloat16", 28, {"activation", "square"}),
+    (16, 18944, 3584, "uint16", "float16", 148, {"residual", "zero"}),
     (20, 3584, 37888, "uint16", "bfloat16", 28, {"activation"}),
     (64, 3584, 37888, "uint16", "bfloat16", 28, {"activation", "square", "zero"}),
     (64, 18944, 3584, "uint16", "bfloat16", 148, {"residual"}),

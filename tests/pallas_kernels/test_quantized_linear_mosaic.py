@@ -30,8 +30,8 @@ from pallas_kernels.quantized_linear_mosaic import (
     WARPGROUPS,
     TuningConfig,
     begin_of,
-    cluster_of,
     is_supported,
+    program_of,
     quantized_linear_mosaic,
     terms_of_step,
     tuning_config,
@@ -63,16 +63,16 @@ def operands(
     return (x_TD, stored, scale), options, np.asarray(x_TD, float) @ dense.T
 
 
-@pytest.mark.parametrize(("tiles", "steps", "clusters"), [(148, 14, 66), (14, 74, 66), (3, 5, 15)])
-def test_steps_are_shared_out_evenly(tiles: int, steps: int, clusters: int) -> None:
+@pytest.mark.parametrize(("tiles", "steps", "programs"), [(148, 14, 66), (14, 74, 66), (3, 5, 15)])
+def test_steps_are_shared_out_evenly(tiles: int, steps: int, programs: int) -> None:
     total = tiles * steps
-    begins = [int(begin_of(c, clusters, total)) for c in range(clusters + 1)]
+    begins = [int(begin_of(c, programs, total)) for c in range(programs + 1)]
     assert (begins[0], begins[-1]) == (0, total)
     sizes = np.diff(begins)
     assert sizes.min() >= 1
     assert sizes.max() - sizes.min() <= 1
-    owners = [int(cluster_of(step, clusters, total)) for step in range(total)]
-    np.testing.assert_array_equal(owners, np.repeat(np.arange(clusters), sizes))
+    owners = [int(program_of(step, programs, total)) for step in range(total)]
+    np.testing.assert_array_equal(owners, np.repeat(np.arange(programs), sizes))
 
 
 @pytest.mark.parametrize("kernel", [jnp.int16, jnp.uint16])
@@ -83,10 +83,9 @@ def test_settings_fit_real_models(kernel: Any, T: int) -> None:
             sizes = {"T": T, "D": inner, "F": outer, "group": group}
             types = {"rows_dtype": jnp.bfloat16, "kernel_dtype": kernel}
             assert is_supported(**sizes, **types, gated_zeros=False)
-        config = tuning_config(T=T, F=outer, kernel_dtype=kernel)
+        config = tuning_config(T=T, kernel_dtype=kernel)
         step = BLOCK * 128 + config.block_rows * terms_of_step(kernel) * 2
         assert config.num_stages * step <= SHARED_MEMORY
-        assert outer % (BLOCK * config.cluster) == 0
 
 
 def test_what_is_left_to_others() -> None:
@@ -123,12 +122,12 @@ def test_operands_out_of_bounds() -> None:
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(TuningConfig)])
 def test_bad_settings(field: str) -> None:
     with pytest.raises(ValueError, match=field):
-        dataclasses.replace(TuningConfig(32, 2, 4), **{field: 0})
+        dataclasses.replace(TuningConfig(32, 4), **{field: 0})
 
 
 @needs_compiler
 def test_compiles_with_products_that_overlap() -> None:
-    check_mosaic("products", count=9)
+    check_mosaic("products", count=11)
 
 
 class Twice:
@@ -260,21 +259,22 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
-    ("kernel", "D", "groups", "zeros", "T", "cluster", "programs"),
+    ("kernel", "D", "groups", "zeros", "T", "rows", "programs"),
     [
-        ("uint16", 512, 4, True, 32, 1, 5),  # sums of two and three programs, and whole ones
-        ("uint16", 512, 1, False, 32, 1, 2),
-        ("int16", 256, 1, False, 32, 1, 3),
-        ("int16", 256, 4, True, 32, 1, 4),
-        ("uint16", 512, 4, True, 32, 2, 5),  # two clusters, each with half of the only sum
-        ("uint16", 512, 4, True, 64, 1, 7),  # two blocks of rows
+        ("uint16", 512, 4, True, 32, 32, 5),  # sums of two and three programs, and whole ones
+        ("uint16", 512, 1, False, 32, 32, 2),
+        ("int16", 256, 1, False, 32, 32, 3),
+        ("int16", 256, 4, True, 32, 32, 4),
+        ("uint16", 512, 4, True, 8, 8, 5),
+        ("int16", 256, 1, False, 16, 16, 3),
+        ("uint16", 512, 4, True, 64, 32, 7),  # two blocks of rows
     ],
 )
 def test_results_interpreted(
-    kernel: str, D: int, groups: int, zeros: bool, T: int, cluster: int, programs: int
+    kernel: str, D: int, groups: int, zeros: bool, T: int, rows: int, programs: int
 ) -> None:
     arguments, options, want = operands(kernel, D, groups, zeros, T)
-    config = TuningConfig(32, cluster, 2, programs)
+    config = TuningConfig(rows, 2, programs)
     y_TF = quantized_linear_mosaic(*arguments, config=config, **options).x
     np.testing.assert_allclose(np.asarray(y_TF, float), want, rtol=1e-2, atol=1e-2)
 
@@ -310,7 +310,7 @@ def test_what_stands_around_interpreted() -> None:
         HalfNormed(x_TD, given["square_XT"]),
         *others,
         eps=0.5,
-        config=TuningConfig(32, 1, 2, 3),
+        config=TuningConfig(32, 2, 3),
         **{name: value for name, value in given.items() if name != "square_XT"},
         **options,
     )
@@ -324,7 +324,7 @@ def is_hopper() -> bool:
 
 @pytest.mark.skipif(not is_hopper(), reason="needs a Hopper GPU")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("T", [17, 33, 100, 200])
+@pytest.mark.parametrize("T", [1, 9, 17, 33, 100, 200])
 @pytest.mark.parametrize(
     ("kernel", "D", "groups", "zeros"),
     [
