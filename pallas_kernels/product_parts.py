@@ -20,6 +20,7 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
 }
 NOT_IN_KERNELS = "gelu"  # the dialect has no erf
+EARLY_ROWS = 16  # of a program, for which what stands around a sum is loaded before it
 
 
 def result_shapes(
@@ -84,6 +85,33 @@ def row_squares(square_ref: Any, t_R: jax.Array) -> jax.Array:
     x_X1, t_1R = jnp.arange(pl.next_power_of_2(X))[:, None], t_R[None, :]
     live_XR = (x_X1 < X) & (t_1R < T)
     return pltriton.load(square_ref.at[x_X1, t_1R], mask=live_XR, other=0).sum(axis=0)
+
+
+def load_around(
+    ref: Mapping[str, Any],
+    t_R: jax.Array,
+    f_W: jax.Array,
+    at: tuple[jax.Array, jax.Array],
+    live: jax.Array,
+    eps: float,
+) -> dict[str, jax.Array]:
+    """What stands around a sum, of what is there.
+
+    Args:
+        t_R, f_W: rows, and outputs before an activation.
+        at, live: indices of the result, rows first, and which of them are there.
+        eps: of the norm that is completed.
+    """
+    found = {}
+    if "square" in ref:
+        found["root"] = lax.rsqrt(row_squares(ref["square"], t_R) / ref["x"].shape[1] + eps)
+    if "bias" in ref:
+        found["bias"] = ref["bias"][f_W].astype(jnp.float32)
+    if "residual" in ref:
+        found["residual"] = pltriton.load(ref["residual"].at[at], mask=live, other=0)
+    if "next_scale" in ref:
+        found["next_scale"] = ref["next_scale"][at[1]]
+    return found
 
 
 def share_sum(

@@ -26,11 +26,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.product_parts import (
+    EARLY_ROWS,
     NOT_IN_KERNELS,
     call_by_name,
     gated,
+    load_around,
     result_shapes,
-    row_squares,
     share_sum,
 )
 from pallas_kernels.rms_norm import HalfNormed, Rows
@@ -242,6 +243,7 @@ def _kernel(
     t_R = lax.rem(pid, row_blocks) * R + jnp.arange(R)
     at_R = jnp.minimum(t_R, T - 1)  # rows after the last are computed, but never written
     steps = D // C
+    first, end = lax.div(steps * split, splits), lax.div(steps * (split + 1), splits)
     dtype = ref["x"].dtype
     parts = packed(ref["kernel"].dtype)
     is_float = parts == 1
@@ -263,48 +265,70 @@ def _kernel(
             sum_WR += _dot(part_WX, rows(first_X + part * run))
         return sum_WR
 
-    def step(i: jax.Array, sum_WR: jax.Array) -> jax.Array:
-        if groups == 1:
-            return add_product(i, sum_WR)
-        new_WR = add_product(i, jnp.zeros_like(sum_WR))
+    def load_group(i: jax.Array) -> dict[str, jax.Array]:
+        """What stands around the sum over a step's group."""
         g = lax.div(i, steps // groups)
+        found = {"scale": ref["scale"][g, f_W]}
+        if "zero" in ref:
+            found |= {"zero": ref["zero"][g, f_W], "sum": ref["sum"][g, at_R]}
+        return found
+
+    def add_group_step(
+        i: jax.Array, carry: tuple[jax.Array, dict[str, jax.Array]]
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        sum_WR, group = carry
+        following = load_group(jnp.minimum(i + 1, end - 1))  # is there when its step begins
+        new_WR = add_product(i, jnp.zeros_like(sum_WR))
         if "zero" in ref:
             # A step's share of a group's sum of rows is subtracted with its last step.
             last = lax.rem(i, steps // groups) == steps // groups - 1
-            sums_R = ref["sum"][g, at_R]
-            zero_W = ref["zero"][g, f_W].astype(jnp.float32)
-            new_WR -= jnp.where(last, zero_W * one, 0.0)[:, None] * sums_R[None, :]
-        scale_W = ref["scale"][g, f_W] * (1 / one)
-        return _fused(new_WR, scale_W[:, None], sum_WR, on_card)
+            zero_W = group["zero"].astype(jnp.float32) * one
+            new_WR -= jnp.where(last, zero_W, 0.0)[:, None] * group["sum"][None, :]
+        scale_W = group["scale"] * (1 / one)
+        return _fused(new_WR, scale_W[:, None], sum_WR, on_card), following
 
-    first, end = lax.div(steps * split, splits), lax.div(steps * (split + 1), splits)
-    sum_WR = lax.fori_loop(first, end, step, jnp.zeros((W, R), jnp.float32))
+    f_B = block * B + jnp.arange(B)
+    at_BR, live_BR = (t_R[None, :], f_B[:, None]), jnp.broadcast_to(t_R[None, :] < T, (B, R))
+
+    def load() -> dict[str, jax.Array]:
+        found = load_around(ref, t_R, f_W, at_BR, live_BR, eps)
+        if groups == 1:
+            found["scale"] = ref["scale"][0, f_W] * (1 / one)
+            if "zero" in ref:
+                found["zero"] = ref["zero"][0, f_W].astype(jnp.float32) * one
+                found["sum"] = ref["sum"][0, at_R]
+        if "row_scale" in ref:
+            found["row_scale"] = ref["row_scale"][at_R]
+        return found
+
+    # Of few rows it is there when the sum is, of more it would take too many registers.
+    early = load() if R <= EARLY_ROWS else {}
+    sum_WR = jnp.zeros((W, R), jnp.float32)
+    if groups == 1:
+        sum_WR = lax.fori_loop(first, end, add_product, sum_WR)
+    else:
+        sum_WR, _ = lax.fori_loop(first, end, add_group_step, (sum_WR, load_group(first)))
 
     def finish(sum_WR: jax.Array) -> None:
+        around = early or load()
         if groups == 1:
             if "zero" in ref:
-                sums_R = ref["sum"][0, at_R]
-                zero_W = ref["zero"][0, f_W].astype(jnp.float32)
-                sum_WR -= (zero_W * one)[:, None] * sums_R[None, :]
-            sum_WR *= (ref["scale"][0, f_W] * (1 / one))[:, None]
+                sum_WR -= around["zero"][:, None] * around["sum"][None, :]
+            sum_WR *= around["scale"][:, None]
         if "row_scale" in ref:
-            sum_WR *= ref["row_scale"][at_R][None, :]
+            sum_WR *= around["row_scale"][None, :]
         if "square" in ref:
-            sum_WR *= lax.rsqrt(row_squares(ref["square"], t_R) / D + eps)[None, :]
+            sum_WR *= around["root"][None, :]
         if "bias" in ref:
-            sum_WR += ref["bias"][f_W].astype(jnp.float32)[:, None]
+            sum_WR += around["bias"][:, None]
         y_BR = sum_WR if activation is None else gated(sum_WR, 0, activation)
-        f_B = block * B + jnp.arange(B)
-        at_BR, live_BR = (t_R[None, :], f_B[:, None]), jnp.broadcast_to(t_R[None, :] < T, (B, R))
         if "residual" in ref:
-            residual_BR = pltriton.load(ref["residual"].at[at_BR], mask=live_BR, other=0)
-            y_BR += residual_BR.astype(jnp.float32)
+            y_BR += around["residual"].astype(jnp.float32)
         y_BR = y_BR.astype(ref["out"].dtype)
         pltriton.store(ref["out"].at[at_BR], y_BR, mask=live_BR)
         if "next_scale" in ref:
             # The only rounding, as in the norm: the root is divided by at the end.
-            scaled_BR = y_BR * ref["next_scale"][f_B][:, None]
-            pltriton.store(ref["next"].at[at_BR], scaled_BR, mask=live_BR)
+            pltriton.store(ref["next"].at[at_BR], y_BR * around["next_scale"], mask=live_BR)
             square_R = jnp.square(y_BR.astype(jnp.float32)).sum(axis=0)
             pltriton.store(ref["next_square"].at[block, t_R], square_R, mask=t_R < T)
 

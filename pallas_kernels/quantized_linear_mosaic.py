@@ -257,8 +257,8 @@ def _scratch(
 ) -> _Scratch:
     """What `_kernel` is given.
 
-    One view of a tile is for TMA, the other for the tensor core. They share the memory: lines in
-    the same order, swizzled by their addresses alone.
+    One view of a tile is for TMA, the other one for the tensor core. They share the memory: lines
+    in the same order, swizzled by their addresses alone.
 
     Args:
         groups, zeros: of a step, that have scales and zeros; 0: none have.

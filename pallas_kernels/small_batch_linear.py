@@ -22,11 +22,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.product_parts import (
+    EARLY_ROWS,
     NOT_IN_KERNELS,
     call_by_name,
     gated,
+    load_around,
     result_shapes,
-    row_squares,
     share_sum,
 )
 from pallas_kernels.rms_norm import HalfNormed, Rows
@@ -193,25 +194,27 @@ def _kernel(
         kernel_CW = ref["kernel"][d_C[:, None], column_W[None, :]]
         return sum_RW + pltriton.dot(x_RC, kernel_CW)
 
-    zero_RW = jnp.zeros((R, w_W.size), jnp.float32)
-    sum_RW = lax.fori_loop(0, steps, step, zero_RW)
+    at_RB, live_RB = (t_R1, f_B[None, :]), jnp.broadcast_to(t_R1 < T, (R, B))
+
+    load = partial(load_around, ref, jnp.arange(R), column_W, at_RB, live_RB, eps)
+    # Of few rows it is there when the sum is, of more it would take too many registers.
+    early = load() if R <= EARLY_ROWS else {}
+    sum_RW = lax.fori_loop(0, steps, step, jnp.zeros((R, w_W.size), jnp.float32))
 
     def finish(sum_RW: jax.Array) -> None:
+        around = early or load()
         if "square" in ref:
-            sum_RW *= lax.rsqrt(row_squares(ref["square"], jnp.arange(R)) / D + eps)[:, None]
+            sum_RW *= around["root"][:, None]
         if "bias" in ref:
-            sum_RW += ref["bias"][column_W].astype(jnp.float32)[None, :]
+            sum_RW += around["bias"][None, :]
         y_RB = sum_RW if activation is None else gated(sum_RW, 1, activation)
-        at_RB = (t_R1, f_B[None, :])
-        live_RB = jnp.broadcast_to(t_R1 < T, (R, B))
         if "residual" in ref:
-            residual_RB = pltriton.load(ref["residual"].at[at_RB], mask=live_RB, other=0)
-            y_RB += residual_RB.astype(jnp.float32)
+            y_RB += around["residual"].astype(jnp.float32)
         y_RB = y_RB.astype(ref["out"].dtype)
         pltriton.store(ref["out"].at[at_RB], y_RB, mask=live_RB)
         if "next_scale" in ref:
             # The only rounding, as in the norm: the root is divided by at the end.
-            pltriton.store(ref["next"].at[at_RB], y_RB * ref["next_scale"][f_B], mask=live_RB)
+            pltriton.store(ref["next"].at[at_RB], y_RB * around["next_scale"], mask=live_RB)
             square_R = jnp.square(y_RB.astype(jnp.float32)).sum(axis=1)
             t_R = jnp.arange(R)
             pltriton.store(ref["next_square"].at[block, t_R], square_R, mask=t_R < T)
