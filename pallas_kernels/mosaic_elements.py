@@ -17,14 +17,12 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, scf, vector
 
-from pallas_kernels.wide_integers import unit, unpack_4_bits
+from pallas_kernels.wide_integers import ELEMENT, RUN, packed, unit, unpack
 
 WGMMA = plgpu.Layout.WGMMA
 SPLAT = plgpu.Layout.WG_SPLAT(())
 THREADS = 128  # of a warpgroup
 SCRATCH = 4 * THREADS  # numbers that a warpgroup needs to add up over its threads
-QUARTERS = 4  # weights of four bits in an element, the first in the lowest bits
-RUN = 64  # terms of which the first, second, third and last sixteen share elements
 
 
 class Outputs(NamedTuple):
@@ -216,37 +214,39 @@ def half_of_bands(x_BN: jax.Array, half: int) -> jax.Array:
 
 
 def unpack_run(words_BX: jax.Array, run: int, zero_B: jax.Array | None, dtype: Any) -> jax.Array:
-    """One run of weights [B, RUN] less 8, and less zeros, of words [B, X], in `dtype`'s units.
+    """One run of weights [B, RUN], less zeros, of packed ones [B, X], in `dtype`'s units.
 
-    Every quarter of a run lies in its words as the tensor core wants it. All is exact.
+    Every part of a run lies in its words as the tensor core wants it. All is exact.
     """
-    B = words_BX.shape[0]
-    less_B = jnp.full((B,), -8, dtype) if zero_B is None else -8 - zero_B.astype(dtype)
+    B, parts = words_BX.shape[0], packed(words_BX.dtype)
+    bits, eights = ELEMENT // parts, RUN // parts // 8
+    half = -(2 ** (bits - 1))
+    less_B = jnp.full((B,), half, dtype) if zero_B is None else half - zero_B.astype(dtype)
     less_B = plgpu.layout_cast(less_B * unit(dtype), WGMMA.reduce(1))
 
     @plgpu.inline_mgpu(
         arg_types=(WGMMA, WGMMA.reduce(1)),
         return_type=plgpu.ShapeDtypeStruct((B, RUN), dtype, layout=WGMMA),
     )
-    def unpack(_: Any, words: Any, less: Any) -> Any:
+    def widen(_: Any, words: Any, less: Any) -> Any:
         i32 = ir.IntegerType.get_signless(32)
         pair = ir.VectorType.get((2,), less.mlir_dtype)
         less = less.broadcast_in_dim((B, 8), (0,), WGMMA.to_mgpu())
         out = np.empty(less.layout.registers_shape((B, RUN)), dtype=object)
         for index in np.ndindex(out.shape):
             band, eight, *rest = index
-            quarter, half = divmod(eight, 2)
-            word = words.registers[(band, 2 * run + half, *rest)]
+            part, at = divmod(eight, eights)
+            word = words.registers[(band, eights * run + at, *rest)]
             wide = llvm.inline_asm(
                 i32,
                 [mgpu.utils.bitcast(x, i32) for x in (word, less.registers[(band, 0, *rest)])],
-                unpack_4_bits(quarter, dtype, less="$2"),
+                unpack(bits, part, dtype, less="$2"),
                 "=r,r,r",
             )
             out[index] = mgpu.utils.bitcast(wide, pair)
         return mgpu.FragmentedArray(_registers=out, _layout=words.layout, _is_signed=None)
 
-    return unpack(words_BX, less_B)
+    return widen(words_BX, less_B)
 
 
 def part_shape(B: int, N: int) -> tuple[int, int, int]:

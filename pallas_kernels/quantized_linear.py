@@ -35,10 +35,8 @@ from pallas_kernels.product_parts import (
     share_sum,
 )
 from pallas_kernels.rms_norm import HalfNormed, Rows
-from pallas_kernels.wide_integers import WIDE, unit, unpack_4_bits, widen_8_bits
+from pallas_kernels.wide_integers import ELEMENT, PACKED, RUN, WIDE, packed, unit, unpack
 
-PACKED = 4  # weights of four bits in an element, the first in the lowest bits
-RUN = 64  # terms of which the first, second, third and last sixteen share elements
 MAX_ROWS = 64  # beyond, widening the kernel once for all rows costs less
 MAX_E4M3_ROWS = 16  # of rows in e4m3, which cuBLASLt multiplies as they are
 PROGRAMS = 132  # multiprocessors of an H100 or H200
@@ -52,8 +50,8 @@ class TuningConfig:
     Attributes:
         block_out: outputs of a program, 32, 64, 128 or 256.
         block_rows: rows of a program, a power of two from 8 to 256.
-        block_in: terms of the sum that are loaded at once, a power of two from 32 to 512, with 4
-            bits from 64; groups that share a scale are multiples.
+        block_in: terms of the sum that are loaded at once, a power of two from 32 to 512, of
+            integers from 64; groups that share a scale are multiples.
         splits: programs that share the sum, up to 16.
         num_warps: warps of a program, a power of two up to 8.
         num_stages: depth of the load pipeline.
@@ -117,7 +115,7 @@ def tuning_config(
 def is_supported(*, T: int, D: int, F: int, group: int, rows_dtype: Any) -> bool:
     """Whether the kernel takes such a product of rows in this dtype, and is not the slower.
 
-    Four bits want groups of `RUN` terms; here all do.
+    Integers want groups of `RUN` terms; here all do.
     """
     narrow = rows_dtype in (jnp.bfloat16, jnp.float16, E4M3)
     few = (MAX_E4M3_ROWS if rows_dtype == E4M3 else MAX_ROWS) >= T
@@ -147,8 +145,9 @@ def quantized_linear(
     Args:
         x: [T, D] rows in bfloat16 or float16, or such rows whose norm is to be completed; or rows
             in e4m3 for a kernel of the same type.
-        kernel_FX: [F, D] in e4m3 or int8, or [F, D / 4] in uint16: four weights, each plus 8, of
-            the four quarters of every `RUN` terms.
+        kernel_FX: [F, D] in e4m3, or integers. Those are [F, D / 2] in int16: two weights of 8
+            bits, each plus 128, of the two halves of every `RUN` terms; or [F, D / 4] in uint16:
+            four weights of 4 bits, each plus 8, of the four quarters.
         scale: float32, [F] or [G, F] for G groups of neighbouring terms.
         zero_GF: int8, subtracted from the kernel.
         row_scale_T: float32.
@@ -170,20 +169,20 @@ def quantized_linear(
     """
     x_TD, square_XT = x if isinstance(x, HalfNormed) else (x, None)
     (T, D), F = x_TD.shape, kernel_FX.shape[0]
-    packed = PACKED if kernel_FX.dtype == jnp.uint16 else 1
     groups = scale.shape[0] if scale.ndim == 2 else 1
     group = D // groups
-    if kernel_FX.shape[1] * packed != D or scale.shape[-1] != F:
+    if kernel_FX.shape[1] * packed(kernel_FX.dtype) != D or scale.shape[-1] != F:
         raise ValueError(f"rows of {D} do not fit {kernel_FX.shape} with {scale.shape} scales")
-    if kernel_FX.dtype not in (E4M3, jnp.int8, jnp.uint16):
-        raise ValueError(f"expected a kernel in e4m3, int8 or uint16, got {kernel_FX.dtype}")
+    is_float = kernel_FX.dtype == E4M3
+    if not is_float and kernel_FX.dtype.name not in PACKED:
+        raise ValueError(f"expected a kernel in e4m3, int16 or uint16, got {kernel_FX.dtype}")
     if dtype is None:
         dtype = jnp.bfloat16 if x_TD.dtype == E4M3 else x_TD.dtype
     types = {"rows_dtype": x_TD.dtype, "kernel_dtype": kernel_FX.dtype}
     config = config or tuning_config(T=T, D=D, F=F, group=group, **types)
-    if x_TD.dtype.name not in WIDE and not x_TD.dtype == kernel_FX.dtype == E4M3:
+    if x_TD.dtype.name not in WIDE and not (x_TD.dtype == E4M3 and is_float):
         raise ValueError(f"rows in {x_TD.dtype} do not go with a kernel in {kernel_FX.dtype}")
-    if not config.fits(D, F, group) or packed > 1 and config.block_in % RUN:
+    if not config.fits(D, F, group) or not is_float and config.block_in % RUN:
         raise ValueError(f"rows of {D} to {F} outputs in groups of {group} do not fit {config}")
     if activation == NOT_IN_KERNELS:
         raise ValueError(f"{activation} has no place in a kernel")
@@ -231,7 +230,6 @@ def _kernel(
 ) -> None:
     ref = dict(zip(names, refs, strict=True))
     (T, columns), groups = ref["out"].shape, ref["scale"].shape[0]
-    packed = ref["kernel"].dtype == jnp.uint16
     D = ref["x"].shape[1]
     W, R, C, splits = config.block_out, config.block_rows, config.block_in, config.splits
     # Blocks of rows of the same outputs run side by side: the kernel is read from memory once.
@@ -247,7 +245,8 @@ def _kernel(
     steps = D // C
     first, end = lax.div(steps * split, splits), lax.div(steps * (split + 1), splits)
     dtype = ref["x"].dtype
-    is_float = ref["kernel"].dtype == E4M3
+    parts = packed(ref["kernel"].dtype)
+    is_float = parts == 1
     one = 1.0 if is_float else unit(dtype)  # what comes out of the kernel for it
 
     def rows(d_C: jax.Array) -> jax.Array:
@@ -255,18 +254,13 @@ def _kernel(
         live_RC = jnp.broadcast_to(t_R[:, None] < T, (R, d_C.size))
         return pltriton.load(ref["x"].at[t_R[:, None], d_C[None, :]], mask=live_RC)
 
-    def product(i: jax.Array) -> jax.Array:
-        if not packed:
-            d_C = i * C + jnp.arange(C)
-            kernel_WC = ref["kernel"][f_W[:, None], d_C[None, :]]
-            if is_float:
-                return _dot(kernel_WC.astype(dtype), rows(d_C))
-            return _dot(_widen(kernel_WC, dtype, on_card), rows(d_C))
-        x_X, run = jnp.arange(C // PACKED), RUN // PACKED
-        words_WX = ref["kernel"][f_W[:, None], (i * (C // PACKED) + x_X)[None, :]]
+    def add_product(i: jax.Array, sum_WR: jax.Array) -> jax.Array:
+        x_X, run = jnp.arange(C // parts), RUN // parts
+        words_WX = ref["kernel"][f_W[:, None], (i * (C // parts) + x_X)[None, :]]
+        if is_float:
+            return sum_WR + _dot(words_WX.astype(dtype), rows(i * C + x_X))
         first_X = i * C + lax.div(x_X, run) * RUN + lax.rem(x_X, run)
-        sum_WR = jnp.zeros((W, R), jnp.float32)
-        for part in range(PACKED):
+        for part in range(parts):
             part_WX = _unpack(words_WX, part, dtype, on_card)
             sum_WR += _dot(part_WX, rows(first_X + part * run))
         return sum_WR
@@ -279,15 +273,12 @@ def _kernel(
             found |= {"zero": ref["zero"][g, f_W], "sum": ref["sum"][g, at_R]}
         return found
 
-    def add_step(i: jax.Array, sum_WR: jax.Array) -> jax.Array:
-        return sum_WR + product(i)
-
     def add_group_step(
         i: jax.Array, carry: tuple[jax.Array, dict[str, jax.Array]]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         sum_WR, group = carry
         following = load_group(jnp.minimum(i + 1, end - 1))  # is there when its step begins
-        new_WR = product(i)
+        new_WR = add_product(i, jnp.zeros_like(sum_WR))
         if "zero" in ref:
             # A step's share of a group's sum of rows is subtracted with its last step.
             last = lax.rem(i, steps // groups) == steps // groups - 1
@@ -314,7 +305,7 @@ def _kernel(
     early = load() if R <= EARLY_ROWS else {}
     sum_WR = jnp.zeros((W, R), jnp.float32)
     if groups == 1:
-        sum_WR = lax.fori_loop(first, end, add_step, sum_WR)
+        sum_WR = lax.fori_loop(first, end, add_product, sum_WR)
     else:
         sum_WR, _ = lax.fori_loop(first, end, add_group_step, (sum_WR, load_group(first)))
 
@@ -354,18 +345,12 @@ def _dot(kernel_WC: jax.Array, x_RC: jax.Array) -> jax.Array:
 
 
 def _unpack(words_WX: jax.Array, part: int, dtype: Any, on_card: bool) -> jax.Array:
-    """One of each element's weights, less 8, in that dtype's units."""
+    """One of each element's weights, less half their range, in that dtype's units."""
+    bits = ELEMENT // packed(words_WX.dtype)
     if on_card:
-        return _elementwise(unpack_4_bits(part, dtype), "=r,r", 2, words_WX, dtype=dtype)
-    weights_WX = (words_WX.astype(jnp.int32) >> 4 * part & 15) - 8
+        return _elementwise(unpack(bits, part, dtype), "=r,r", 2, words_WX, dtype=dtype)
+    weights_WX = (words_WX.astype(jnp.int32) >> bits * part) % 2**bits - 2 ** (bits - 1)
     return (weights_WX * unit(dtype)).astype(dtype)
-
-
-def _widen(kernel_WC: jax.Array, dtype: Any, on_card: bool) -> jax.Array:
-    """8-bit integers, in that dtype's units."""
-    if on_card:
-        return _elementwise(widen_8_bits(dtype), "=r,=r,r", 4, kernel_WC, dtype=dtype)
-    return (kernel_WC * unit(dtype)).astype(dtype)
 
 
 def _fused(a: jax.Array, b: jax.Array, c: jax.Array, on_card: bool) -> jax.Array:

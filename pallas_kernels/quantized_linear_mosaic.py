@@ -24,7 +24,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.mosaic_elements import (
-    RUN,
     SCRATCH,
     WGMMA,
     Outputs,
@@ -50,7 +49,7 @@ from pallas_kernels.product_parts import (
     result_shapes,
 )
 from pallas_kernels.rms_norm import HalfNormed, Rows
-from pallas_kernels.wide_integers import unit
+from pallas_kernels.wide_integers import PACKED, RUN, packed, unit
 
 MAX_ROWS = 512  # more cost less elsewhere
 LINE = 128  # bytes of swizzled shared memory: of an output's weights in a step
@@ -91,7 +90,7 @@ class TuningConfig:
 
 def terms_of_step(kernel_dtype: Any) -> int:
     """Terms that a line of weights has."""
-    return LINE * 2 if kernel_dtype == jnp.uint16 else LINE
+    return LINE // jnp.dtype(kernel_dtype).itemsize * packed(kernel_dtype)
 
 
 def tuning_config(*, T: int, kernel_dtype: Any) -> TuningConfig:
@@ -103,7 +102,7 @@ def tuning_config(*, T: int, kernel_dtype: Any) -> TuningConfig:
 
 def min_rows(F: int, kernel_dtype: Any) -> int:
     """Fewer cost less elsewhere."""
-    if kernel_dtype == jnp.int8:
+    if kernel_dtype == jnp.int16:
         return 17
     return 1 if F >= PROGRAMS * BLOCK else 9  # where each program has outputs of its own
 
@@ -118,7 +117,7 @@ def is_supported(
     """
     terms = terms_of_step(kernel_dtype)
     return (
-        kernel_dtype in (jnp.int8, jnp.uint16)
+        jnp.dtype(kernel_dtype).name in PACKED
         and rows_dtype in (jnp.bfloat16, jnp.float16)
         and min_rows(F, kernel_dtype) <= T <= MAX_ROWS
         and F % BLOCK == 0
@@ -159,7 +158,7 @@ def quantized_linear_mosaic(
 ) -> Rows:
     """As `quantized_linear.quantized_linear`, on compute capability 9.0 and with JAX 0.11 alone.
 
-    For a kernel in int8 or uint16 and rows in half precision. There is no interpret mode: that of
+    For a kernel in int16 or uint16 and rows in half precision. There is no interpret mode: that of
     this dialect knows none of Mosaic's own operations.
 
     Raises:
@@ -437,17 +436,17 @@ def _sum(scratch: _Scratch, work: _Work, mine: tuple[Any, Any], outputs: Outputs
     """
     weights, rows = scratch.weights[1], scratch.rows[1]
     stages, boxes, N, _ = rows.shape
-    dtype, packed = rows.dtype, weights.dtype == jnp.uint16
-    of_groups = scratch.zeros if scratch.scales is None else scratch.scales
-    parts = 1 if of_groups is None else of_groups.shape[2]
+    dtype = rows.dtype
+    if scratch.scales is None:
+        sum_whole = partial(_sum_whole, scratch, work, mine, outputs)
+        return pl.run_scoped(sum_whole, plgpu.ACC((BAND, N), jnp.float32))
+    parts = scratch.scales.shape[2]
     runs = boxes // parts
 
     def step(s: Any, sum_BN: jax.Array) -> jax.Array:
         slot = work.slot(s, stages)
         plgpu.barrier_wait(scratch.landed.at[slot])
-        layout = WGMMA if packed else plgpu.Layout.WGMMA_UPCAST_2X
-        band = weights.at[slot, pl.ds(outputs.first, BAND)]
-        words_BX = plgpu.layout_cast(plgpu.layout_cast(band[...], layout), WGMMA)
+        words_BX = plgpu.layout_cast(weights[slot, pl.ds(outputs.first, BAND)], WGMMA)
 
         def values(ring: Any) -> list[Any]:
             if ring is None:
@@ -456,19 +455,11 @@ def _sum(scratch: _Scratch, work: _Work, mine: tuple[Any, Any], outputs: Outputs
 
         scales, zeros = values(scratch.scales), values(scratch.zeros)
 
-        def widened(run: int, zero_B: jax.Array | None) -> jax.Array:
-            if packed:
-                return unpack_run(words_BX, run, zero_B, dtype)
-            wide_BR = words_BX[:, run * RUN : (run + 1) * RUN].astype(dtype)
-            if zero_B is None:
-                return wide_BR
-            return wide_BR - lax.broadcast_in_dim(zero_B.astype(dtype), wide_BR.shape, (0,))
-
         def multiply(*accs: Any, at: int) -> list[jax.Array]:
             for part, acc in enumerate(accs, at):
                 for run in range(part * runs, (part + 1) * runs):
                     right = rows.at[slot, run].transpose((1, 0))
-                    plgpu.wgmma(acc, widened(run, zeros[part]), right)
+                    plgpu.wgmma(acc, unpack_run(words_BX, run, zeros[part], dtype), right)
             # The first is taken while the tensor core has the second.
             return [
                 plgpu.wgmma_accumulator_load(acc, wait_n=runs * behind)
@@ -479,16 +470,47 @@ def _sum(scratch: _Scratch, work: _Work, mine: tuple[Any, Any], outputs: Outputs
         for at in range(0, parts, at_once):
             accs = [plgpu.ACC((BAND, N), jnp.float32)] * at_once
             for i, group_BN in enumerate(pl.run_scoped(partial(multiply, at=at), *accs)):
-                scale_B = scales[at + i]
-                if scale_B is not None:
-                    scale_B *= 1 / unit(dtype) if packed else 1
-                    group_BN *= lax.broadcast_in_dim(scale_B, group_BN.shape, (0,))
-                sum_BN += group_BN
+                scale_B = scales[at + i] * (1 / unit(dtype))
+                sum_BN += group_BN * lax.broadcast_in_dim(scale_B, group_BN.shape, (0,))
         plgpu.barrier_arrive(scratch.consumed.at[slot])
         return sum_BN
 
     start_BN = plgpu.layout_cast(jnp.zeros((BAND, N), jnp.float32), WGMMA)
     return lax.fori_loop(*mine, step, start_BN)
+
+
+def _sum_whole(
+    scratch: _Scratch, work: _Work, mine: tuple[Any, Any], outputs: Outputs, acc: Any
+) -> jax.Array:
+    """The same where nothing is scaled on the way: the tensor core need not stop between steps.
+
+    It has one run of terms while the next is unpacked.
+    """
+    weights, rows = scratch.weights[1], scratch.rows[1]
+    stages, boxes, _, _ = rows.shape
+    first, end = mine
+
+    def done(s: Any) -> None:
+        plgpu.barrier_arrive(scratch.consumed.at[work.slot(s, stages)])
+
+    @pl.loop(first, end)
+    def step(s: Any) -> None:
+        slot, zero_B = work.slot(s, stages), None
+        plgpu.barrier_wait(scratch.landed.at[slot])
+        words_BX = plgpu.layout_cast(weights[slot, pl.ds(outputs.first, BAND)], WGMMA)
+        if scratch.zeros is not None:
+            zero_B = load_group(scratch.zeros.at[slot], 0, outputs, BAND)
+        for run in range(boxes):
+            right = rows.at[slot, run].transpose((1, 0))
+            plgpu.wgmma(acc, unpack_run(words_BX, run, zero_B, rows.dtype), right)
+            # With four runs in flight across steps the assembler would wait for each of them.
+            plgpu.wgmma_wait(0 if run == 3 else 1)
+            if run == 0:
+                pl.when(s > first)(lambda: done(s - 1))
+
+    sum_BN = plgpu.wgmma_accumulator_load(acc, wait_n=0)
+    done(end - 1)
+    return sum_BN
 
 
 def _load_root(ref: dict[str, Any], t: Any, N: int, numbers_ref: Any, eps: float) -> Any:
@@ -516,8 +538,7 @@ def _finish(
         return lax.broadcast_in_dim(values_B, (B, N), (0,))
 
     if ref["scale"].shape[0] == 1:
-        one = unit(ref["x"].dtype) if ref["kernel"].dtype == jnp.uint16 else 1
-        sum_BN *= of_outputs(ref["scale"].at[0]) * (1 / one)
+        sum_BN *= of_outputs(ref["scale"].at[0]) * (1 / unit(ref["x"].dtype))
     if root_N is not None:
         sum_BN *= lax.broadcast_in_dim(root_N, (B, N), (1,))
     if "bias" in ref:

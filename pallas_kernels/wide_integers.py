@@ -34,39 +34,39 @@ WIDE = {
 }
 
 
+ELEMENT = 16  # bits, of several weights
+PACKED = {"uint16": 4, "int16": 2}  # how many, which the dtype tells; the first in the lowest bits
+RUN = 64  # neighbouring terms: the first part of them is first in its elements, and so on
+
+
+def packed(kernel_dtype: Any) -> int:
+    """Weights in an element of a kernel."""
+    return PACKED.get(jnp.dtype(kernel_dtype).name, 1)
+
+
 def unit(dtype: Any) -> float:
     """What becomes of 1 in this dtype."""
     return WIDE[jnp.dtype(dtype).name].unit
 
 
-def unpack_4_bits(part: int, dtype: Any, less: str | None = None) -> str:
-    """PTX from two elements of four weights, $1, to those at bit 4 * `part`, $0.
+def unpack(bits: int, part: int, dtype: Any, less: str | None = None) -> str:
+    """PTX from two elements of packed weights, $1, to those at bit `bits` * `part`, $0.
 
     Args:
-        less: the operand of what is added, in units; None: -8.
+        bits: of a weight, 4 or 8; each is greater by half its range.
+        less: the operand of what is added, in units; None: minus half the range.
     """
     to = WIDE[jnp.dtype(dtype).name]
-    byte, upper = divmod(part, 2)
+    byte, upper = divmod(bits * part, 8)
+    if bits == 8:
+        pick = f"prmt.b32 a, $1, 0, {0x4341 if byte else 0x4240};"
+    else:
+        pick = f"""{"shr.u32 a, $1, 8;" if byte else "mov.b32 a, $1;"}
+        and.b32 a, a, {0x00F000F0 if upper else 0x000F000F};"""
     return f"""{{
         .reg .b32 a, times, less;
-        mov.b32 times, {to.times[upper]};
-        mov.b32 less, {less or to.less[0]};
-        {"shr.u32 a, $1, 8;" if byte else "mov.b32 a, $1;"}
-        and.b32 a, a, {0x00F000F0 if upper else 0x000F000F};
+        mov.b32 times, {to.times[bool(upper)]};
+        mov.b32 less, {less or to.less[bits == 8]};
+        {pick}
         fma.rn.{to.ptx}x2 $0, a, times, less;
-    }}"""
-
-
-def widen_8_bits(dtype: Any) -> str:
-    """PTX from four weights with a sign, $2, to two and two, $0 and $1."""
-    to = WIDE[jnp.dtype(dtype).name]
-    return f"""{{
-        .reg .b32 all, a, b, times, less;
-        mov.b32 times, {to.times[0]};
-        mov.b32 less, {to.less[1]};
-        xor.b32 all, $2, 0x80808080;
-        prmt.b32 a, all, 0, 0x4140;
-        prmt.b32 b, all, 0, 0x4342;
-        fma.rn.{to.ptx}x2 $0, a, times, less;
-        fma.rn.{to.ptx}x2 $1, b, times, less;
     }}"""

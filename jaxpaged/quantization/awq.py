@@ -27,7 +27,7 @@ from jaxpaged.quantization.scheme import (
     Source,
     Types,
 )
-from jaxpaged.quantization.weight_only import WeightOnly, pack_int4
+from jaxpaged.quantization.weight_only import WeightOnly, pack
 
 # Where a word's eight numbers, from the lowest bits on, belong among the eight outputs.
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -49,7 +49,7 @@ class Awq(Source):
         """[I, O / 8] words, [groups, O] scales and [groups, O / 8] words of zero points."""
         zero = _outputs_in_order(tensors["qzeros"]) - 8
         return {
-            KERNEL: pack_int4(_outputs_in_order(tensors["qweight"]).T - 8),
+            KERNEL: pack(_outputs_in_order(tensors["qweight"]).T - 8, 4),
             "kernel_scale": by_output(tensors["scales"].astype(jnp.float32), self.whole),
             "kernel_zero": by_output(zero.astype(jnp.int8), self.whole),
         }

@@ -34,7 +34,7 @@ from jaxpaged.quantization.scheme import (
     Types,
     UnsupportedQuantizationError,
 )
-from jaxpaged.quantization.weight_only import E4M3, WeightOnly, pack_int4
+from jaxpaged.quantization.weight_only import E4M3, WeightOnly, pack
 
 METHOD = "compressed-tensors"
 SAVE_COMPRESSED = ": quantize the model so, and save it with save_compressed=True"
@@ -91,7 +91,7 @@ class Integers(Source):
         rows, arrays = kernel.shape[0], {}
         if self.ordered:
             kernel, arrays[ORDER] = in_order(kernel, tensors["weight_g_idx"])
-        arrays[KERNEL] = pack_int4(kernel) if self.bits == 4 else kernel.astype(jnp.int8)
+        arrays[KERNEL] = pack(kernel, self.bits)
         scale = tensors["weight_scale"].astype(jnp.float32)
         arrays["kernel_scale"] = self._groups(scale, rows)
         if self.has_zero:

@@ -33,7 +33,7 @@ from jaxpaged.quantization.scheme import (
     Source,
     Types,
 )
-from jaxpaged.quantization.weight_only import WeightOnly, pack_int4
+from jaxpaged.quantization.weight_only import WeightOnly, pack
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Gptq(Source):
         arrays = {}
         if self.ordered:
             kernel, arrays[ORDER] = in_order(kernel, tensors["g_idx"])
-        arrays[KERNEL] = pack_int4(kernel) if self.bits == 4 else kernel.astype(jnp.int8)
+        arrays[KERNEL] = pack(kernel, self.bits)
         arrays["kernel_scale"] = by_output(tensors["scales"].astype(jnp.float32), self.whole)
         if self.has_zero:
             zero = unpack_words(tensors["qzeros"], self.bits, 1) + self.zero_offset

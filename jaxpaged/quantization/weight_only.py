@@ -24,14 +24,15 @@ from jaxpaged.quantization.scheme import (
     in_halves,
     sum_dtype,
 )
-from pallas_kernels.quantized_linear import PACKED, RUN
 from pallas_kernels.rms_norm import HalfNormed, Rows, half_norm, rms_norm
+from pallas_kernels.wide_integers import ELEMENT, PACKED, RUN, packed
 
 E4M3 = "float8_e4m3fn"
 # What the largest weight of a scale becomes, whose sign the scale takes. Of 4 bits the sixteenth
 # value is worth it, though weights of the other sign may then miss it by a step.
 EXTREME = {E4M3: 448.0, "int8": 127.0, "int4": -8.0}
-_SHIFTS = np.arange(0, 4 * PACKED, 4, dtype=np.uint16)  # of the weights in an element
+BITS = {"int8": 8, "int4": 4}
+_DTYPES = {ELEMENT // count: jnp.dtype(name) for name, count in PACKED.items()}  # by bits
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class WeightOnly:
     """Weights `(kernel_q - kernel_zero) * kernel_scale`.
 
     Attributes:
-        storage: float8_e4m3fn, int8 or int4; of the last, four share a uint16, each plus 8.
+        storage: float8_e4m3fn, int8 or int4; of integers two or four share an element, see `pack`.
         group: neighbouring terms of an output that share a scale; None: all of them.
         has_zero: groups have a zero point too, an integer.
         ordered: an array says which input each of the terms belongs to.
@@ -57,28 +58,33 @@ class WeightOnly:
 
     @property
     def packed(self) -> int:
-        """Four to an element, where they have four bits."""
-        return PACKED if self.storage == "int4" else 1
+        """As many integers to an element as it has room for."""
+        return packed(self._dtype)
+
+    @property
+    def _dtype(self) -> Any:
+        """Of an element."""
+        return jnp.dtype(E4M3) if self.storage == E4M3 else _DTYPES[BITS[self.storage]]
 
     def group_size(self, size: int) -> int:
         """Terms to a scale where `size` are summed: a group divides them."""
         return size if self.group is None else math.gcd(self.group, size)
 
     def arrays(self, size: int) -> Mapping[str, ArraySpec]:
-        """[*outputs, I], packed [*outputs, I / 4]; scales [*outputs] or [groups, *outputs].
+        """[*outputs, I / packed]; scales [*outputs] or [groups, *outputs].
 
         Raises:
-            UnsupportedQuantizationError: terms of which four do not share an element.
+            UnsupportedQuantizationError: terms that do not fill their elements.
         """
         if size % self.packed:
             raise UnsupportedQuantizationError(
-                f"a product sums over {size} terms: 4 bits are packed in fours"
+                f"a product sums over {size} terms: {BITS[self.storage]} bits are packed by "
+                f"{self.packed}"
             )
-        stored = jnp.dtype("uint16" if self.storage == "int4" else self.storage)
-        unit = math.gcd(size, RUN) // PACKED if self.storage == "int4" else 1
+        unit = 1 if self.storage == E4M3 else math.gcd(size, RUN) // self.packed
         groups = None if self.group is None else size // self.group_size(size)
         arrays = {
-            KERNEL: ArraySpec(stored, size // self.packed, unit),
+            KERNEL: ArraySpec(self._dtype, size // self.packed, unit),
             "kernel_scale": ArraySpec(jnp.float32, groups),
         }
         if self.has_zero:
@@ -97,12 +103,12 @@ class WeightOnly:
         quotient = (groups / scale).reshape(weight.shape)
         if self.storage == E4M3:
             kernel = jnp.clip(quotient, -EXTREME[E4M3], EXTREME[E4M3]).astype(E4M3)
-        elif self.storage == "int8":
-            kernel = jnp.round(quotient).astype(jnp.int8)
         else:
-            kernel = jnp.clip(jnp.round(quotient), -8, 7).astype(jnp.int8)
+            bits = BITS[self.storage]
+            least = -(2 ** (bits - 1))
+            kernel = pack(jnp.clip(jnp.round(quotient), least, -least - 1).astype(jnp.int8), bits)
         arrays = {
-            KERNEL: pack_int4(kernel) if self.storage == "int4" else kernel,
+            KERNEL: kernel,
             "kernel_scale": scale[..., 0, 0] if self.group is None else scale[..., 0],
         }
         if self.has_zero:
@@ -118,9 +124,11 @@ class WeightOnly:
         precision = jax.lax.Precision.HIGHEST if x_TI.dtype == jnp.float32 else None
         if self.group is None and not self.has_zero and self.storage != "int4":
             # Exact in the dtype of x: XLA may widen them on their way into the product.
-            kernel = arrays[KERNEL].astype(x_TI.dtype)
-            y = contract(x_TI, kernel, precision, sum_dtype(dtype)).astype(jnp.float32)
-            return (y * arrays["kernel_scale"]).astype(dtype)
+            kernel = arrays[KERNEL]
+            if self.storage == "int8":
+                x_TI, kernel = _in_order_of_bytes(x_TI), _in_bytes(kernel)
+            y = contract(x_TI, kernel.astype(x_TI.dtype), precision, sum_dtype(dtype))
+            return (y.astype(jnp.float32) * arrays["kernel_scale"]).astype(dtype)
         # Not before x is there: XLA would widen all layers' kernels first, and keep them all.
         x_TI, arrays = jax.lax.optimization_barrier((x_TI, dict(arrays)))
         return contract(x_TI, self.dequantize(arrays, x_TI.dtype), precision, dtype)
@@ -145,9 +153,7 @@ class WeightOnly:
     def dequantize(self, arrays: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
         """The kernel [*outputs, I], rounded to `dtype` once."""
         kernel = arrays[KERNEL]
-        if self.storage == "int4":
-            kernel = unpack_int4(kernel)
-        wide = kernel.astype(jnp.float32)
+        wide = (kernel if self.storage == E4M3 else unpack(kernel)).astype(jnp.float32)
         if self.has_zero:
             wide -= self._along_terms(arrays["kernel_zero"].astype(jnp.float32), wide.shape[-1])
         return (wide * self._along_terms(arrays["kernel_scale"], wide.shape[-1])).astype(dtype)
@@ -159,22 +165,49 @@ class WeightOnly:
         return jnp.repeat(jnp.moveaxis(x, 0, -1), self.group_size(size), axis=-1)
 
 
-def pack_int4(x: jax.Array) -> jax.Array:
-    """Integers from -8 to 7 [..., I], four to an element: [..., I / 4] of uint16.
+def pack(x: jax.Array, bits: int) -> jax.Array:
+    """Integers with a sign [..., I] of 4 or 8 bits, four or two to an element of 16.
 
-    Of `RUN` neighbours, or fewer where that does not divide them, the four quarters share elements,
-    the first in the lowest bits: a kernel then multiplies each with a row's terms as they lie.
+    Of `RUN` neighbours, or fewer where that does not divide them, the four quarters or two halves
+    share elements, the first in the lowest bits: a kernel then multiplies each with a row's terms
+    as they lie. Each is stored plus half its range. Elements of four are uint16, of two int16.
     """
     *lead, size = x.shape
-    run = math.gcd(size, RUN) // PACKED
-    quarters = (x + 8).astype(jnp.uint16).reshape(*lead, -1, PACKED, run)
-    shifted = quarters << _SHIFTS[:, None]
-    return jnp.sum(shifted, axis=-2, dtype=jnp.uint16).reshape(*lead, -1)
+    count = ELEMENT // bits
+    run = math.gcd(size, RUN) // count
+    parts = (x.astype(jnp.int32) + 2 ** (bits - 1)).reshape(*lead, -1, count, run)
+    elements = jnp.sum(
+        parts.astype(jnp.uint16) << _shifts(bits), axis=-2, dtype=jnp.uint16
+    ).reshape(*lead, -1)
+    return jax.lax.bitcast_convert_type(elements, _DTYPES[bits])
 
 
-def unpack_int4(x: jax.Array) -> jax.Array:
-    """What `pack_int4` packed, as int8."""
+def unpack(x: jax.Array) -> jax.Array:
+    """What `pack` packed, as int8."""
     *lead, size = x.shape
-    run = math.gcd(PACKED * size, RUN) // PACKED
-    quarters = x.reshape(*lead, -1, 1, run) >> _SHIFTS[:, None] & 15
-    return quarters.astype(jnp.int8).reshape(*lead, -1) - 8
+    count = packed(x.dtype)
+    bits, run = ELEMENT // count, math.gcd(count * size, RUN) // count
+    elements = jax.lax.bitcast_convert_type(x, jnp.uint16).reshape(*lead, -1, 1, run)
+    parts = elements >> _shifts(bits) & (2**bits - 1)
+    return (parts.astype(jnp.int16) - 2 ** (bits - 1)).astype(jnp.int8).reshape(*lead, -1)
+
+
+def _shifts(bits: int) -> np.ndarray:
+    """Of an element's weights, [packed, 1]."""
+    return np.arange(0, ELEMENT, bits, dtype=np.uint16)[:, None]
+
+
+def _in_bytes(x: jax.Array) -> jax.Array:
+    """8-bit weights [..., I / 2] as int8 [..., I], in the order of their bytes.
+
+    XLA takes no pass over them for it.
+    """
+    stored = jax.lax.bitcast_convert_type(x, jnp.int8).reshape(*x.shape[:-1], -1)
+    return stored + jnp.int8(-128)  # beyond the range it wraps around
+
+
+def _in_order_of_bytes(x_TI: jax.Array) -> jax.Array:
+    """Rows whose terms stand as those of `_in_bytes`."""
+    T, size = x_TI.shape
+    halves = x_TI.reshape(T, -1, 2, math.gcd(size, RUN) // 2)
+    return halves.swapaxes(2, 3).reshape(T, size)

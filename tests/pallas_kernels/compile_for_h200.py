@@ -26,6 +26,7 @@ from pallas_kernels.rope_write import Written, rope_write
 from pallas_kernels.round_rows import MAX_WIDTH, round_added, round_gated, round_rows
 from pallas_kernels.sample_top_k_top_p import sample_top_k_top_p
 from pallas_kernels.small_batch_linear import small_batch_linear
+from pallas_kernels.wide_integers import packed
 
 SHAPES = {
     "qwen2.5-7b": {"N": 28, "K": 4, "H": 128},
@@ -202,7 +203,7 @@ def compile_linear(
 QUANTIZED: tuple[tuple[int, int, str, str, int], ...] = (
     (3584, 4608, "float8_e4m3fn", "bfloat16", 1),
     (3584, 37888, "float8_e4m3fn", "bfloat16", 28),
-    (18944, 3584, "int8", "bfloat16", 1),
+    (18944, 3584, "int16", "bfloat16", 1),
     (3584, 3584, "uint16", "bfloat16", 28),
     (896, 896, "uint16", "float16", 7),
 )
@@ -238,7 +239,7 @@ def compile_quantized(
         rest |= {"residual_TF": like((T, F)), "next_scale_F": like((F,))}
     if kernel == "uint16":
         rest["zero_GF"] = like(scale, "int8")
-    stored = like((F, D // 4 if kernel == "uint16" else D), kernel)
+    stored = like((F, D // packed(kernel)), kernel)
     operands = like((T, D)), like((D,)), stored, like(scale, "float32")
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return jax.jit(product).lower(*operands, **rest).compile()

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pallas_kernels.paged_attention_prefill_mosaic import paged_attention_prefill_mosaic
 from pallas_kernels.quantized_linear_mosaic import quantized_linear_mosaic
 from pallas_kernels.rms_norm import HalfNormed, Rows
+from pallas_kernels.wide_integers import packed
 
 CASES = (  # N, K, H, S, dtype, options
     (32, 8, 128, 16, "bfloat16", {}),
@@ -53,10 +54,10 @@ PRODUCTS: tuple[tuple[int, int, int, str, str, int, set[str]], ...] = (
     (64, 3584, 37888, "uint16", "bfloat16", 28, {"activation", "square", "zero"}),
     (64, 18944, 3584, "uint16", "bfloat16", 148, {"residual"}),
     (128, 3584, 4608, "uint16", "bfloat16", 28, {"square", "bias", "zero"}),
-    (64, 3584, 37888, "int8", "bfloat16", 1, {"activation", "square"}),
-    (128, 18944, 3584, "int8", "bfloat16", 1, {"residual"}),
-    (32, 3584, 152064, "int8", "bfloat16", 1, {"square"}),
-    (40, 1024, 512, "int8", "float16", 16, {"zero", "bias"}),
+    (64, 3584, 37888, "int16", "bfloat16", 1, {"activation", "square"}),
+    (128, 18944, 3584, "int16", "bfloat16", 1, {"residual"}),
+    (32, 3584, 152064, "int16", "bfloat16", 1, {"square"}),
+    (40, 1024, 512, "int16", "float16", 16, {"zero", "bias"}),
     (100, 1024, 384, "uint16", "float16", 1, {"residual", "zero"}),
 )
 
@@ -90,7 +91,7 @@ def compile_products(mesh: Mesh, like: Any) -> None:
             jax.jit(run).lower(
                 like((T, D), dtype),
                 like((D // 64, T), "float32"),
-                like((F, D // 4 if kernel == "uint16" else D), kernel),
+                like((F, D // packed(kernel)), kernel),
                 like((groups, F) if groups > 1 else (F,), "float32"),
                 **arrays,
             ).compile()

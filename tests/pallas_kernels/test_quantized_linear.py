@@ -41,10 +41,10 @@ def operands(kind: str, T: int) -> tuple[tuple[jax.Array, ...], dict[str, jax.Ar
     else:
         low, high = (-8, 8) if "int4" in kind else (-128, 128)
         wide = RNG.integers(low, high, (F, D)).astype(np.float64)
-        kernel = jnp.asarray(wide, jnp.int8)
-        if "int4" in kind:
-            packed = ((wide.reshape(F, -1, 4, 16) + 8) * 16.0 ** np.arange(4)[:, None]).sum(2)
-            kernel = jnp.asarray(packed.reshape(F, -1), jnp.uint16)
+        parts = 4 if "int4" in kind else 2
+        digits = (wide - low).reshape(F, -1, parts, 64 // parts)
+        packed = (digits * (high - low) ** np.arange(parts)[:, None]).sum(2).reshape(F, -1)
+        kernel = jnp.asarray(packed.astype(np.uint16).view("uint16" if parts == 4 else "int16"))
     if "zero" in kind:
         options["zero_GF"] = jnp.asarray(RNG.integers(-7, 8, (groups, F)), jnp.int8)
         wide = wide - np.repeat(np.asarray(options["zero_GF"], float), D // groups, 0).T
@@ -152,7 +152,7 @@ def test_settings_fit_real_models(T: int, inner: int, outer: int) -> None:
         for rows in (jnp.bfloat16, E4M3):
             sizes = {"T": T, "D": inner, "F": outer, "group": group, "rows_dtype": rows}
             assert is_supported(**sizes) == (T == 1 or rows == jnp.bfloat16)
-            for kernel in (jnp.int8, jnp.uint16):
+            for kernel in (jnp.int16, jnp.uint16):
                 assert tuning_config(**sizes, kernel_dtype=kernel).fits(inner, outer, group)
 
 

@@ -18,13 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from deviceless import check_mosaic, needs_compiler
+from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import quantized_linear_mosaic as module
 from pallas_kernels.quantized_linear_mosaic import (
+    BAND,
     BLOCK,
     MAX_ROWS,
     SHARED_MEMORY,
+    WARPGROUPS,
     TuningConfig,
     begin_of,
     is_supported,
@@ -44,12 +47,11 @@ def operands(
     kernel: str, D: int, groups: int, zeros: bool, T: int, dtype: Any = jnp.bfloat16
 ) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array], np.ndarray]:
     """Rows, weights and scales; zeros; the product in float64."""
-    low, high = (-8, 8) if kernel == "uint16" else (-128, 128)
+    low, high, parts = (-8, 8, 4) if kernel == "uint16" else (-128, 128, 2)
     wide = RNG.integers(low, high, (F, D)).astype(np.float64)
-    stored = jnp.asarray(wide, jnp.int8)
-    if kernel == "uint16":
-        packed = ((wide.reshape(F, -1, 4, 16) + 8) * 16.0 ** np.arange(4)[:, None]).sum(2)
-        stored = jnp.asarray(packed.reshape(F, -1), jnp.uint16)
+    digits = (wide - low).reshape(F, -1, parts, 64 // parts)
+    packed = (digits * (high - low) ** np.arange(parts)[:, None]).sum(2).reshape(F, -1)
+    stored = jnp.asarray(packed.astype(np.uint16).view(kernel))
     options: dict[str, jax.Array] = {}
     if zeros:
         options["zero_GF"] = jnp.asarray(RNG.integers(-8, 9, (groups, F)), jnp.int8)
@@ -73,7 +75,7 @@ def test_steps_are_shared_out_evenly(tiles: int, steps: int, programs: int) -> N
     np.testing.assert_array_equal(owners, np.repeat(np.arange(programs), sizes))
 
 
-@pytest.mark.parametrize("kernel", [jnp.int8, jnp.uint16])
+@pytest.mark.parametrize("kernel", [jnp.int16, jnp.uint16])
 @pytest.mark.parametrize("T", [17, 32, 33, 64, 65, 128, 256])
 def test_settings_fit_real_models(kernel: Any, T: int) -> None:
     for inner, outer in ((3584, 4608), (3584, 37888), (18944, 3584), (3584, 152064), (4096, 6144)):
@@ -93,15 +95,15 @@ def test_what_is_left_to_others() -> None:
     assert not is_supported(**(sizes | {"T": 8}))
     assert is_supported(**(sizes | {"T": 8, "F": 37888}))
     for change in (
-        {"T": MAX_ROWS + 1}, {"T": 16, "kernel_dtype": jnp.int8}, {"F": 192}, {"D": 896},
-        {"group": 32}, {"group": 192}, {"group": 256},
-        {"rows_dtype": jnp.float32}, {"kernel_dtype": jnp.float8_e4m3fn},
+        {"T": MAX_ROWS + 1}, {"T": 16, "kernel_dtype": jnp.int16}, {"F": 192}, {"D": 896},
+        {"group": 32}, {"group": 192}, {"group": 256}, {"rows_dtype": jnp.float32},
+        {"kernel_dtype": jnp.int8}, {"kernel_dtype": jnp.float8_e4m3fn},
     ):  # fmt: skip
         assert not is_supported(**(sizes | change))
 
 
 def test_operands_out_of_bounds() -> None:
-    (x_TD, kernel, scale), _, _ = operands("int8", 256, 1, False, 4)
+    (x_TD, kernel, scale), _, _ = operands("int16", 256, 1, False, 4)
     for bad in (
         (x_TD, kernel[:, 1:], scale),
         (x_TD, kernel[:192], scale[:192]),
@@ -150,6 +152,7 @@ def scratch(real: Any, config: TuningConfig, kernel: Any, rows: Any, **sizes: An
     return real(config, kernel, rows, **sizes)._replace(
         weights=Twice(plgpu.SMEM((stages, BLOCK, words), kernel)),
         rows=Twice(plgpu.SMEM((stages, boxes, N, 64), rows)),
+        numbers=plgpu.SMEM((WARPGROUPS, 2, BAND, N), jnp.float32),
     )
 
 
@@ -171,9 +174,11 @@ def load_block(ref: Any, outputs: Any, first: Any, shape: tuple[int, int]) -> ja
 
 
 def unpack_run(words: jax.Array, run: int, zero_B: jax.Array | None, dtype: Any) -> jax.Array:
-    words_BX = words[:, 16 * run : 16 * run + 16].astype(jnp.int32)
-    weights = jnp.concatenate([(words_BX >> 4 * quarter & 15) - 8 for quarter in range(4)], axis=1)
-    return (weights - (0 if zero_B is None else zero_B[:, None])).astype(dtype) * unit(dtype)
+    bits, X = (4, 16) if words.dtype == jnp.uint16 else (8, 32)
+    words_BX, top = words[:, X * run : X * run + X].astype(jnp.int32), 2**bits
+    parts = [(words_BX >> at) % top - top // 2 for at in range(0, 16, bits)]
+    weights = jnp.concatenate(parts, axis=1) - (0 if zero_B is None else zero_B[:, None])
+    return (weights * unit(dtype)).astype(dtype)
 
 
 def store_part(ref: Any, sum_BN: jax.Array) -> None:
@@ -213,14 +218,8 @@ STAND_INS |= {
 }  # fmt: skip
 
 
-class Accumulator:
-    """A tensor core's accumulator."""
-
-    def __init__(self, shape: tuple[int, int]) -> None:
-        self.sums = jnp.zeros(shape, jnp.float32)
-
-    def multiply(self, a: jax.Array, b: Any) -> None:
-        self.sums += jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+def wgmma(acc: Any, a: jax.Array, b: Any) -> None:
+    acc[...] += jnp.dot(a, b[...], preferred_element_type=jnp.float32)
 
 
 @pytest.fixture
@@ -228,10 +227,18 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     if jax.__version_info__ < (0, 11):
         pytest.skip("the interpreter of older versions lacks layouts")
     interpreter = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.shared_memory")
-    kernel = plgpu.kernel
+    kernel, sum_of = plgpu.kernel, module._sum
+    sums: list[Any] = []  # where a warpgroup's accumulators lie
+
+    def sum_in_memory(scratch: Any, *operands: Any) -> jax.Array:
+        sums[:] = [scratch.numbers.at[lax.axis_index("warpgroup")]]
+        return sum_of(scratch, *operands)
 
     def run_scoped(body: Any, *accs: Any) -> Any:
-        return body(*(Accumulator(acc.shape) for acc in accs))
+        refs = [sums[0].at[i] for i in range(len(accs))]
+        for ref in refs:
+            ref[...] = jnp.zeros(ref.shape, jnp.float32)
+        return body(*refs)
 
     def forget(barrier: Any) -> None:  # that some of its phases went by unseen
         with barrier.cv:
@@ -239,9 +246,11 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     interpret = plgpu.InterpretGPUParams(uninitialized_memory="zero")
     monkeypatch.setattr(plgpu, "kernel", partial(kernel, interpret=interpret))
-    monkeypatch.setattr(plgpu, "wgmma", Accumulator.multiply)
-    monkeypatch.setattr(plgpu, "wgmma_accumulator_load", lambda acc, wait_n: acc.sums)
+    monkeypatch.setattr(plgpu, "wgmma", wgmma)
+    monkeypatch.setattr(plgpu, "wgmma_wait", lambda _: None)
+    monkeypatch.setattr(plgpu, "wgmma_accumulator_load", lambda acc, wait_n: acc[...])
     monkeypatch.setattr(module.pl, "run_scoped", run_scoped)
+    monkeypatch.setattr(module, "_sum", sum_in_memory)
     monkeypatch.setattr(interpreter.Barrier, "deallocate", forget)
     monkeypatch.setattr(module, "_scratch", partial(scratch, module._scratch))
     for name, stand_in in STAND_INS.items():
@@ -254,10 +263,10 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("uint16", 512, 4, True, 32, 32, 5),  # sums of two and three programs, and whole ones
         ("uint16", 512, 1, False, 32, 32, 2),
-        ("int8", 256, 1, False, 32, 32, 3),
-        ("int8", 256, 4, True, 32, 32, 4),
+        ("int16", 256, 1, False, 32, 32, 3),
+        ("int16", 256, 4, True, 32, 32, 4),
         ("uint16", 512, 4, True, 8, 8, 5),
-        ("int8", 256, 1, False, 16, 16, 3),
+        ("int16", 256, 1, False, 16, 16, 3),
         ("uint16", 512, 4, True, 64, 32, 7),  # two blocks of rows
     ],
 )
@@ -323,8 +332,8 @@ def is_hopper() -> bool:
         ("uint16", 1024, 16, False),
         ("uint16", 18944, 148, True),
         ("uint16", 1024, 1, False),
-        ("int8", 1024, 1, False),
-        ("int8", 1024, 16, True),
+        ("int16", 1024, 1, False),
+        ("int16", 1024, 16, True),
     ],
 )
 def test_results(dtype: str, T: int, kernel: str, D: int, groups: int, zeros: bool) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.wide_integers import unit, unpack_4_bits, widen_8_bits
+from pallas_kernels.wide_integers import ELEMENT, unit, unpack
 
 DTYPES = ("bfloat16", "float16")
 Registers = dict[str, np.ndarray]  # uint32
@@ -34,8 +34,6 @@ def run(ptx: str, registers: Registers) -> Registers:
                 registers[to] = value(given[0]) >> value(given[1])
             case "and", _:
                 registers[to] = value(given[0]) & value(given[1])
-            case "xor", _:
-                registers[to] = value(given[0]) ^ value(given[1])
             case "prmt", _:
                 pool = np.stack(
                     [value(name).view(np.uint8).reshape(-1, 4) for name in given[:2]], 1
@@ -52,26 +50,19 @@ def run(ptx: str, registers: Registers) -> Registers:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("part", range(4))
-@pytest.mark.parametrize("zero", [None, -8, 7])
-def test_every_word_of_four_weights(dtype: str, part: int, zero: int | None) -> None:
+@pytest.mark.parametrize(
+    ("bits", "part"), [(bits, part) for bits in (4, 8) for part in range(ELEMENT // bits)]
+)
+@pytest.mark.parametrize("which", [None, 0, -1])
+def test_every_element(dtype: str, bits: int, part: int, which: int | None) -> None:
+    half = 2 ** (bits - 1)
+    zero = None if which is None else range(-half, half)[which]
     words = np.arange(1 << 16, dtype=np.uint16)
     registers: Registers = {"$1": words.view(np.uint32)}
-    less = 8 if zero is None else 8 + zero
+    less = half + (zero or 0)
     if zero is not None:
         registers["$2"] = np.full(words.size, -less * unit(dtype)).astype(dtype).view(np.uint32)
-    ptx = unpack_4_bits(part, dtype, None if zero is None else "$2")
+    ptx = unpack(bits, part, dtype, None if zero is None else "$2")
     got = run(ptx, registers)["$0"].view(np.uint16).view(jnp.dtype(dtype)).astype(np.float64)
-    np.testing.assert_array_equal(got, ((words >> 4 * part & 15).astype(int) - less) * unit(dtype))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_byte(dtype: str) -> None:
-    weights = np.arange(-128, 128, dtype=np.int8).repeat(4)
-    weights[1::4] = weights[::-4]
-    registers = run(
-        widen_8_bits(dtype), {"$1": weights.view(np.uint32), "$2": weights.view(np.uint32)}
-    )
-    got = np.stack([registers[name] for name in ("$0", "$1")], axis=1)
-    numbers = got.reshape(-1).view(np.uint16).view(jnp.dtype(dtype)).astype(np.float64)
-    np.testing.assert_array_equal(numbers, weights * unit(dtype))
+    weights = (words >> bits * part).astype(int) % 2**bits - less
+    np.testing.assert_array_equal(got, weights * unit(dtype))

@@ -23,7 +23,7 @@ from jaxpaged.quantization import fp8 as fp8_module
 from jaxpaged.quantization import scheme as scheme_module
 from jaxpaged.quantization.fp8 import Fp8, quantize_rows
 from jaxpaged.quantization.scheme import divides, finished
-from jaxpaged.quantization.weight_only import WeightOnly, pack_int4, unpack_int4
+from jaxpaged.quantization.weight_only import WeightOnly, pack, unpack
 from pallas_kernels import quantized_linear_mosaic as mosaic
 from pallas_kernels.quantized_linear import TuningConfig, quantized_linear
 from pallas_kernels.rms_norm import Norm, Rows, rms_norm
@@ -33,6 +33,7 @@ RNG = np.random.default_rng(0)
 SCHEMES = {name: quantized.scheme for name, quantized in ON_THE_FLY.items()} | {
     "fp8 weights, blocks of 64": WeightOnly("float8_e4m3fn", group=64),
     "int8 with zeros": WeightOnly("int8", group=64, has_zero=True),
+    "int8 in one group with zeros": WeightOnly("int8", has_zero=True),
     "int4, a scale a channel": WeightOnly("int4"),
 }
 
@@ -48,10 +49,12 @@ def arranged(rows: dict[str, jax.Array], ndim: int) -> dict[str, jax.Array]:
 def dequantized(scheme: Any, rows: dict[str, jax.Array]) -> np.ndarray:
     """[..., I] in float64, from arrays whose terms come last."""
     kernel = rows[KERNEL]
-    if getattr(scheme, "storage", None) == "int4":
+    if kernel.dtype in (jnp.uint16, jnp.int16):
+        bits = 4 if kernel.dtype == jnp.uint16 else 8
         *lead, size = kernel.shape
-        runs = np.asarray(kernel).reshape(*lead, -1, 1, min(size, 16))
-        kernel = ((runs >> np.arange(0, 16, 4)[:, None]) & 15).reshape(*lead, -1).astype(float) - 8
+        runs = np.asarray(kernel).reshape(*lead, -1, 1, min(size, 4 * bits)).view(np.uint16)
+        parts = (runs >> np.arange(0, 16, bits)[:, None]) % 2**bits
+        kernel = parts.reshape(*lead, -1).astype(float) - 2 ** (bits - 1)
     wide = np.asarray(kernel, np.float64)
 
     def along(name: str) -> np.ndarray:
@@ -162,7 +165,7 @@ def test_more_rows_of_integers_on_hopper(monkeypatch: pytest.MonkeyPatch, name: 
     monkeypatch.setattr(mosaic, "is_hopper", lambda: True)
     monkeypatch.setattr(mosaic, "quantized_linear_mosaic", kernel)
     serves = scheme.storage != "float8_e4m3fn"
-    for T in (100, 129):
+    for T in (100, mosaic.MAX_ROWS + 1):
         x_TI = normal(T, 512).astype(jnp.bfloat16)
         rows = scheme.fused(Rows(x_TI), arrays, Around(norm), jnp.bfloat16)
         assert (rows is not None) == (serves and T == 100)
@@ -249,27 +252,32 @@ def test_four_bits_use_all_sixteen_values() -> None:
     scheme = WeightOnly("int4", group=4)
     for sign in (1, -1):
         rows = scheme.quantize(sign * jnp.asarray([[8.0, -7.0, 3.4, -7.9]]))
-        np.testing.assert_array_equal(unpack_int4(rows[KERNEL]), [[-8, 7, -3, 7]])
+        np.testing.assert_array_equal(unpack(rows[KERNEL]), [[-8, 7, -3, 7]])
         np.testing.assert_array_equal(rows["kernel_scale"], [[-sign]])
 
 
-def test_four_to_an_element() -> None:
+@pytest.mark.parametrize(("bits", "dtype"), [(4, jnp.uint16), (8, jnp.int16)])
+def test_several_to_an_element(bits: int, dtype: Any) -> None:
     x = jnp.arange(-8, 8, dtype=jnp.int8).reshape(2, 8)
-    packed = pack_int4(x)
-    assert (packed.shape, packed.dtype) == ((2, 2), jnp.uint16)
-    assert int(packed[0, 0]) == 0x6420  # -8, -6, -4 and -2: the first of each quarter
-    np.testing.assert_array_equal(unpack_int4(packed), x)
-    wide = jnp.asarray(RNG.integers(-8, 8, (3, 192)), jnp.int8)
-    np.testing.assert_array_equal(unpack_int4(pack_int4(wide)), wide)
+    packed = pack(x, bits)
+    assert (packed.shape, packed.dtype) == ((2, bits // 2), dtype)
+    # -8, -6, -4 and -2: the first of each quarter; or -8 and -4, of each half.
+    assert int(packed[0, 0]) == (0x6420 if bits == 4 else 0x7C78)
+    np.testing.assert_array_equal(unpack(packed), x)
+    half = 2 ** (bits - 1)
+    wide = jnp.asarray(RNG.integers(-half, half, (3, 192)), jnp.int8)
+    np.testing.assert_array_equal(unpack(pack(wide, bits)), wide)
 
 
-def test_what_is_not_packed_in_fours() -> None:
-    with pytest.raises(UnsupportedQuantizationError, match="sums over 6 terms"):
-        WeightOnly("int4").arrays(6)
+@pytest.mark.parametrize(("storage", "terms"), [("int4", 6), ("int8", 7)])
+def test_what_does_not_fill_its_elements(storage: str, terms: int) -> None:
+    with pytest.raises(UnsupportedQuantizationError, match=f"sums over {terms} terms"):
+        WeightOnly(storage).arrays(terms)
 
 
-def test_a_device_has_whole_runs_of_packed_terms() -> None:
-    scheme = WeightOnly("int4", group=32)  # packed in runs of 64
+@pytest.mark.parametrize("storage", ["int4", "int8"])
+def test_a_device_has_whole_runs_of_packed_terms(storage: str) -> None:
+    scheme = WeightOnly(storage, group=32)  # packed in runs of 64
     assert divides(scheme.arrays(256), 2)
     assert not divides(scheme.arrays(192), 2)  # though 96 terms are whole groups
 
