@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from jaxpaged.core.buckets import Buckets
 from jaxpaged.core.scheduler_output import ScheduledSequence
-from jaxpaged.planning.footprint import Layout, scheme_of
+from jaxpaged.planning.footprint import Layout, scheme_of, widens
 from jaxpaged.planning.hardware import GPU, Calibration
 from jaxpaged.quantization import Scheme
 from jaxpaged.runtime.offload import PCIE_BYTES
@@ -192,15 +192,18 @@ class CostModel:
         if rows == 0:
             return 0.0, 0.0, 0.0
         fitted, gpu, scheme = self._fitted, self._gpu, product.scheme
-        read_share, gemm_share, rounding = fitted.weight_share, fitted.gemm_share, 0.0
-        flops = gpu.flops(self._layout.dtype.itemsize)
+        itemsize, rounding, widening = self._layout.dtype.itemsize, 0.0, 0.0
+        read_share, gemm_share, flops = fitted.weight_share, fitted.gemm_share, gpu.flops(itemsize)
         if scheme is not None and scheme.rounds_rows:
             flops, rounding = gpu.flops(1), 1e-6 * fitted.rounding_us * product.count
         elif scheme is not None:
             # Nobody has timed 8-bit floats that are widened: the kernels are those of int8.
             read_share = fitted.int4_share if scheme.storage == "int4" else fitted.int8_share
-            if rows <= MAX_ROWS:  # widened once for more, by XLA, which is little beside
+            if rows <= MAX_ROWS:
                 gemm_share = fitted.widened_share
+            elif widens(scheme):  # in memory, before the product
+                moved = product.weight_bytes + itemsize * product.size
+                widening = moved / (gpu.bandwidth * fitted.weight_share)
         read = product.weight_bytes / (gpu.bandwidth * read_share)
         compute = 2 * rows * product.size / (flops * gemm_share)
         longer = max(read, compute)
@@ -208,7 +211,7 @@ class CostModel:
         both = longer * sum(powers) ** (1 / fitted.overlap)
         # What bounds it is the larger; a product at its ridge belongs half to either.
         share = powers[0] / sum(powers)
-        return both * share, both * (1 - share), rounding
+        return both * share + widening, both * (1 - share), rounding
 
     def _all_reduce(self, rows: int, width: int | None = None) -> float:
         """Of [rows, D] over the GPUs that share a layer."""

@@ -119,9 +119,12 @@ def test_each_product_computes_at_its_own_rate(
     figures = {"gemm_share": 0.75, "widened_share": 0.25, "overlap": 100.0}
     calibration = dataclasses.replace(h200, **figures)
 
-    def flops(tokens: int = 8192, **products: str) -> float:
+    def seconds(tokens: int, **products: str) -> dict[str, float]:
         cost = CostModel(H200, calibration, quantized(layout, **products), 2)
-        return parts(cost, work(tokens, 0, 8192))["FLOPs"]
+        return parts(cost, work(tokens, 0, 8192))
+
+    def flops(tokens: int = 8192, **products: str) -> float:
+        return seconds(tokens, **products)["FLOPs"]
 
     plain, whole = flops(), flops(**dict.fromkeys(PRODUCTS, fp8))
     s = layout.spec
@@ -131,6 +134,10 @@ def test_each_product_computes_at_its_own_rate(
         # More rows than the kernels take are multiplied with weights that were widened before.
         assert flops(513, o=name) == pytest.approx(flops(513))
         assert flops(512, o=name) == pytest.approx((1 + 2 * share) * flops(512))
+    # And this one's are widened in memory before, read and written once: 4.25 bits, and 16.
+    moved = 28 * s.width * s.num_heads * s.head_dim * (0.5 + 4 / 128 + 2)
+    widening = moved / (H200.bandwidth * calibration.weight_share)
+    assert seconds(513, o=name)["weights"] == pytest.approx(widening, rel=1e-3)
 
 
 def test_weights_are_read_at_the_share_of_how_they_are_stored(
