@@ -4,9 +4,10 @@
 
 Attention's figures come from `results/kernels.json`, a step's own kernels from `profile_step`, the
 host's work from `host_step` and from `HOST_BOUND`, a run that waits for the host. What is left is
-fitted to the whole runs that `FITTED` names, by least squares of the logarithm of expected over
-measured: the fastest of their repeats, since the model knows nothing that disturbs a run. All other
-results are held out: see `plan_accuracy`. Writes jaxpaged/planning/calibration/h200.json.
+fitted to the whole runs that `FITTED` names, and then, for quantized weights, `QUANTIZED`,
+by least squares of the logarithm of expected over measured: the fastest of their repeats, since the
+model knows nothing that disturbs a run. All other results are held out: see `plan_accuracy`. Writes
+jaxpaged/planning/calibration/h200.json.
 """
 
 from __future__ import annotations
@@ -34,12 +35,27 @@ FITTED = (
     "decode_latency_qwen3-0.6b: decode step, B 64, context 1024",
     f"offline_throughput_{MODEL}_fixed: offline, 256 x 512/128",
 )
+QUANTIZED = tuple(
+    f"engines_{MODEL}_{file}: decode step -q {scheme}, B {batch}, context 1024"
+    for file, scheme in (
+        ("floats", "fp8_per_channel"),
+        ("integers", "int8_per_channel_weight_only"),
+        ("integers", "int4_per_group_weight_only"),
+    )
+    for batch in (1, 64)
+)
 HOST_BOUND = "decode_latency_qwen3-0.6b: decode step, B 1, context 1024"
 FREE = {  # figures that whole runs tell: where the search starts, and its bounds
     "weight_share": (0.85, 0.3, 1.0),
     "gemm_share": (0.7, 0.2, 1.0),
     "overlap": (1.5, 1.0, 8.0),
     "layer_us": (20.0, 0.0, 100.0),
+}
+FREE_QUANTIZED = {
+    "int8_share": (0.6, 0.1, 1.0),
+    "int4_share": (0.4, 0.1, 1.0),
+    "widened_share": (0.5, 0.1, 1.0),
+    "rounding_us": (4.0, 0.0, 100.0),
 }
 COLLECTIVES = {"all_reduce_us": (15.0, 1.0, 100.0)}
 # A line through these; a run with -tp 2 replaces its start, once there is one.
@@ -61,6 +77,19 @@ class Recorder(CostModel):
         """Of a step."""
         self.works.append(work)
         return super().seconds(work)
+
+
+def named(settings: Sequence[Setting], names: Sequence[str]) -> list[Setting]:
+    """The settings of these names.
+
+    Raises:
+        SystemExit: one was not measured.
+    """
+    found = {setting.name: setting for setting in settings}
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise SystemExit(f"benchmarks/results lacks what is fitted to: {'; '.join(missing)}")
+    return [found[name] for name in names]
 
 
 def attention() -> dict[str, float]:
@@ -154,7 +183,7 @@ def with_figures(calibration: Calibration, figures: dict[str, float]) -> Calibra
 def main() -> None:
     """Fit, print, write."""
     settings = [setting for setting in measured_settings() if setting.gpu == GPU.name]
-    (bound,) = (setting for setting in settings if setting.name == HOST_BOUND)
+    (bound,) = named(settings, [HOST_BOUND])
     figures = host()
     start = Calibration(
         gpu=GPU.name,
@@ -164,10 +193,10 @@ def main() -> None:
         step_us=step_us(),
         all_reduce_us=ALL_REDUCE_US,
         link_share=LINK_SHARE,
-        **{name: first for name, (first, _, _) in FREE.items()},
+        **{name: first for name, (first, _, _) in (FREE | FREE_QUANTIZED).items()},
     )
-    alone = [setting for setting in settings if setting.name in FITTED]
-    found = fit_to(alone, start, FREE)
+    alone, quantized = named(settings, FITTED), named(settings, QUANTIZED)
+    found = fit_to(quantized, fit_to(alone, start, FREE), FREE_QUANTIZED)
     shared = [s for s in settings if s.model == MODEL and s.is_decode and (s.tp, s.pp) == (2, 1)]
     if shared:
         found = fit_to(shared, found, COLLECTIVES)
@@ -177,7 +206,8 @@ def main() -> None:
         "gpu": GPU.name,
         "coefficients": {name: float(f"{value:.4g}") for name, value in fitted.items()},
         "sources": {
-            "weight_share, gemm_share, overlap, layer_us": sorted({s.file for s in alone}),
+            ", ".join(FREE): sorted({s.file for s in alone}),
+            ", ".join(FREE_QUANTIZED): sorted({s.file for s in quantized}),
             "kv_share, attention_us, prefill_share": ["kernels"],
             "step_us": [f"profile_step_{MODEL}", "profile_step_qwen3-0.6b"],
             "host_us, host_us_per_seq": ["host_step, on another machine's processor"],
@@ -185,7 +215,7 @@ def main() -> None:
             "all_reduce_us": sorted({s.file for s in shared}) or [EXPERIMENT],
             "link_share": [EXPERIMENT],
         },
-        "fitted": [setting.name for setting in (*alone, bound, *shared)],
+        "fitted": [setting.name for setting in (*alone, *quantized, bound, *shared)],
     }
     path = CALIBRATIONS / f"{GPU.name.lower()}.json"
     path.write_text(json.dumps(content, indent=1) + "\n")

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 from jaxpaged.core.buckets import Buckets
 from jaxpaged.core.scheduler_output import ScheduledSequence
-from jaxpaged.planning.footprint import Layout
+from jaxpaged.planning.footprint import Layout, scheme_of, widens
 from jaxpaged.planning.hardware import GPU, Calibration
+from jaxpaged.quantization import Scheme
 from jaxpaged.runtime.offload import PCIE_BYTES
+from pallas_kernels.quantized_linear_mosaic import MAX_ROWS
 
 # Elements that a token reads and writes between a layer's products: around two norms and residuals,
 # around attention, and around the activation.
@@ -26,11 +28,14 @@ Seconds = dict[str, float]  # by what they go to; see `CostModel.seconds`
 
 @dataclass(frozen=True)
 class Product:
-    """Matrices on a GPU that rows are multiplied with."""
+    """Matrices on a GPU that rows are multiplied with, stored in one way. Of a layer: at the mean
+    of all layers.
+    """
 
-    weight_bytes: int
-    size: int  # multiplications a row
-    rounded: float  # the share of these that are of 8-bit floats
+    scheme: Scheme | None
+    weight_bytes: float
+    size: float  # multiplications a row
+    count: float  # of matrices
 
 
 @dataclass(frozen=True)
@@ -102,10 +107,17 @@ class CostModel:
         self._layers = Counter(layer.window for layer in layout.spec.layers)
         self._gpu, self._fitted, self._layout = gpu, calibration, layout
         self._kv_itemsize = kv_itemsize
-        head, rounded = layout.spec.head, layout.rounded_share
-        self._layer = Product(layout.weights.layer, sum(layout.products.values()), rounded)
-        rounded = float(head is not None and head.scheme.rounds_rows)
-        self._head = Product(layout.weights.head, layout.head_products, rounded)
+        size, count = Counter[Scheme | None](), Counter[Scheme | None]()
+        for weights, scheme in layout.stored:
+            size[scheme] += weights
+            count[scheme] += 1
+        layers = len(layout.spec.layers)
+        self._layer = [
+            Product(scheme, stored, size[scheme] / layers, count[scheme] / layers)
+            for scheme, stored in layout.weights.layer.items()
+        ]
+        head = scheme_of(layout.spec.head)
+        self._head = Product(head, layout.weights.head, layout.head_products, 1)
         self._copies = [there.size / PCIE_BYTES for there in layout.offloaded]  # seconds a step
 
     @property
@@ -141,8 +153,10 @@ class CostModel:
         flops = gpu.flops(itemsize)
         num_layers = share * len(spec.layers)
         T = work.num_tokens
-        weights, operations = self._product(self._layer, T)
-        weights, operations = num_layers * weights, num_layers * operations
+        products = [self._product(product, T) for product in self._layer]
+        weights, operations, rounding = (
+            num_layers * sum(each) for each in zip(*products, strict=True)
+        )
 
         heads, kv_heads = spec.num_heads // tp, spec.num_kv_heads // tp
         keys = share * sum(count * work.keys[kind] for kind, count in self._layers.items())
@@ -154,12 +168,12 @@ class CostModel:
         moved += FFNS * spec.ffn // tp
         bandwidth = gpu.bandwidth * fitted.weight_share
         activations = num_layers * T * moved * itemsize / bandwidth
-        launches = num_layers * (fitted.layer_us + fitted.attention_us)
+        launches = 1e-6 * num_layers * (fitted.layer_us + fitted.attention_us) + rounding
         collectives = num_layers * 2 * self._all_reduce(T)
         if head:
-            launches += fitted.step_us
-            read, computed = self._product(self._head, work.num_rows)
+            read, computed, rounding = self._product(self._head, work.num_rows)
             weights, operations = weights + read, operations + computed
+            launches += 1e-6 * fitted.step_us + rounding
             activations += work.num_rows * 4 * spec.vocab_rows // tp * 2 / bandwidth
             collectives += self._all_reduce(T) + self._all_reduce(work.num_rows, width=2)
         return {
@@ -167,25 +181,37 @@ class CostModel:
             "KV": kv / (gpu.bandwidth * fitted.kv_share),
             "FLOPs": operations + attention,
             "activations": activations,
-            "launches": 1e-6 * launches,
+            "launches": launches,
             "collectives": collectives,
         }
 
-    def _product(self, product: Product, rows: int) -> tuple[float, float]:
-        """Seconds of rows times weights: those bound by reading them, and those by computing."""
+    def _product(self, product: Product, rows: int) -> tuple[float, float, float]:
+        """Seconds of rows times weights: those bound by reading them, those bound by computing, and
+        those of kernels that round rows.
+        """
         if rows == 0:
-            return 0.0, 0.0
-        fitted, gpu, rounded = self._fitted, self._gpu, product.rounded
-        read = product.weight_bytes / (gpu.bandwidth * fitted.weight_share)
-        wide = gpu.flops(self._layout.dtype.itemsize)
-        each = rounded / gpu.flops(1) + (1 - rounded) / wide  # seconds an operation, at the peak
-        compute = 2 * rows * product.size * each / fitted.gemm_share
+            return 0.0, 0.0, 0.0
+        fitted, gpu, scheme = self._fitted, self._gpu, product.scheme
+        itemsize, rounding, widening = self._layout.dtype.itemsize, 0.0, 0.0
+        read_share, gemm_share, flops = fitted.weight_share, fitted.gemm_share, gpu.flops(itemsize)
+        if scheme is not None and scheme.rounds_rows:
+            flops, rounding = gpu.flops(1), 1e-6 * fitted.rounding_us * product.count
+        elif scheme is not None:
+            # Nobody has timed 8-bit floats that are widened: the kernels are those of int8.
+            read_share = fitted.int4_share if scheme.storage == "int4" else fitted.int8_share
+            if rows <= MAX_ROWS:
+                gemm_share = fitted.widened_share
+            elif widens(scheme):  # in memory, before the product
+                moved = product.weight_bytes + itemsize * product.size
+                widening = moved / (gpu.bandwidth * fitted.weight_share)
+        read = product.weight_bytes / (gpu.bandwidth * read_share)
+        compute = 2 * rows * product.size / (flops * gemm_share)
         longer = max(read, compute)
         powers = [(seconds / longer) ** fitted.overlap for seconds in (read, compute)]
         both = longer * sum(powers) ** (1 / fitted.overlap)
         # What bounds it is the larger; a product at its ridge belongs half to either.
         share = powers[0] / sum(powers)
-        return both * share, both * (1 - share)
+        return both * share + widening, both * (1 - share), rounding
 
     def _all_reduce(self, rows: int, width: int | None = None) -> float:
         """Of [rows, D] over the GPUs that share a layer."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jaxpaged.models.spread import spread_spec
 from jaxpaged.models.stages import stage_layers
 from jaxpaged.parallel.sharding import partition
 from jaxpaged.planning.hardware import GPU
-from jaxpaged.quantization import Scheme, WeightOnly
+from jaxpaged.quantization import Quantized, Scheme, WeightOnly
 from jaxpaged.runtime.memory import FRAGMENTATION_MARGIN
 from jaxpaged.runtime.offload import Offloaded, choose
 from jaxpaged.runtime.plan import EnginePlan, make_plan, model_dtype
@@ -32,9 +33,9 @@ TEMPORARY_LOGITS = 4  # of a row in `sample`, in float32
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of one GPU's part of the parameters."""
+    """Bytes of one GPU's part of the parameters. Of a layer: at the mean of all layers."""
 
-    layer: int
+    layer: Mapping[Scheme | None, float]  # by how the product is stored that they are of
     matrices: int  # of a layer: what may lie in host memory
     embed: int
     head: int
@@ -88,20 +89,12 @@ class Layout:
         return self.spec.width * self.spec.vocab_rows // self.tp
 
     @property
-    def stored(self) -> Iterator[tuple[int, Scheme]]:
-        """Weights and scheme of each quantized product of the layers."""
+    def stored(self) -> Iterator[tuple[int, Scheme | None]]:
+        """Weights and scheme of each product of the layers."""
         products = self.products
         for layer in self.spec.layers:
             for name, count in products.items():
-                how = getattr(layer.quantization, name)
-                if how is not None:
-                    yield count, how.scheme
-
-    @property
-    def rounded_share(self) -> float:
-        """Of the layers' multiplications, those of 8-bit floats."""
-        rounded = sum(count for count, scheme in self.stored if scheme.rounds_rows)
-        return rounded / (len(self.spec.layers) * sum(self.products.values()))
+                yield count, scheme_of(getattr(layer.quantization, name))
 
     @property
     def offloaded(self) -> list[Offloaded]:
@@ -121,7 +114,7 @@ class Layout:
     @property
     def weight_bytes(self) -> list[int]:
         """Of a GPU of each stage, host memory included."""
-        stages = [self.weights.layer * layers for layers in self.stages]
+        stages = [round(sum(self.weights.layer.values()) * layers) for layers in self.stages]
         stages[0] += self.weights.embed
         stages[-1] += self.weights.final_norm
         if self.pp > 1 or not self.weights.tied:
@@ -198,7 +191,12 @@ def _sample_bytes(layout: Layout, rows: int) -> int:
     return max(TEMPORARY_LOGITS * logits, logits + layout.dtype.itemsize * widened)
 
 
-def widens(scheme: Scheme) -> bool:
+def scheme_of(how: Quantized | None) -> Scheme | None:
+    """None: as tables are."""
+    return None if how is None else how.scheme
+
+
+def widens(scheme: Scheme | None) -> bool:
     """Whether kernels are widened in memory for more rows than `MAX_ROWS`, one product at a time.
 
     XLA multiplies with others as they are stored, or widens them on their way into the product.
@@ -209,21 +207,27 @@ def widens(scheme: Scheme) -> bool:
 
 
 def _weights(spec: ModelSpec, dtype: jnp.dtype, tp: int) -> Weights:
-    """Sizes of the very parameters that an engine would make, of a model of one layer."""
-    one = dataclasses.replace(spec, layers=spec.layers[:1])
-    plan = make_plan(EngineConfig(), one, dtype, "gpu", serving=True)
-    sizes = {"layers_0": 0, "matrices": 0, "embed": 0, "lm_head": 0, "final_norm": 0}
-    boxed = flatten_dict(abstract_params(Decoder(one, plan.kv, dtype)), sep="/")
+    """Sizes of the very parameters that an engine would make, of a model of one layer a kind."""
+    kinds = Counter(layer.quantization for layer in spec.layers)
+    examples = {layer.quantization: layer for layer in spec.layers}
+    few = dataclasses.replace(spec, layers=tuple(examples[kind] for kind in kinds))
+    shares = {f"layers_{at}": kinds[kind] / len(spec.layers) for at, kind in enumerate(kinds)}
+    plan = make_plan(EngineConfig(), few, dtype, "gpu", serving=True)
+    layer, matrices, sizes = defaultdict[Scheme | None, float](float), 0.0, Counter[str]()
+    boxed = flatten_dict(abstract_params(Decoder(few, plan.kv, dtype)), sep="/")
     for name, leaf in boxed.items():
         split = any(axis is not None for axis in partition(leaf.names))
-        count = math.prod(leaf.value.shape) // (tp if split else 1)
+        size = math.prod(leaf.value.shape) // (tp if split else 1) * leaf.value.dtype.itemsize
         module = name.partition("/")[0]
-        sizes[module] += count * leaf.value.dtype.itemsize
-        if module == "layers_0" and is_matrix(name):
-            sizes["matrices"] += count * leaf.value.dtype.itemsize
+        if module not in shares:
+            sizes[module] += size
+            continue
+        layer[scheme_of(few.quantized(name))] += shares[module] * size
+        if is_matrix(name):
+            matrices += shares[module] * size
     return Weights(
-        layer=sizes["layers_0"],
-        matrices=sizes["matrices"],
+        layer=layer,
+        matrices=round(matrices),
         embed=sizes["embed"],
         head=sizes["lm_head"] or sizes["embed"],
         final_norm=sizes["final_norm"],

@@ -80,7 +80,11 @@ class Calibration:
     """
 
     gpu: str
-    weight_share: float  # of the bandwidth, while weights are read
+    weight_share: float  # of the bandwidth, while weights are read that are multiplied as stored
+    int8_share: float  # while those are that are widened from 8 bits
+    int4_share: float  # or from 4
+    widened_share: float  # of the peak operations, in products that widen weights on their way
+    rounding_us: float  # of rounding a product's rows to 8-bit floats
     gemm_share: float  # of the peak operations, in large products
     overlap: float  # p: bytes and operations of a product together take their p-norm
     layer_us: float  # of a layer's kernels beside what they read and compute

@@ -16,6 +16,7 @@ from benchmarks.planned import Setting, measured_settings, value
 from jaxpaged.planning.hardware import CALIBRATIONS, Calibration
 from jaxpaged.planning.lengths import Lengths
 
+INTEGERS = ("int8_per_channel_weight_only", "int4_per_group_weight_only")
 LATENCIES = {"output tok/s": 1000.0, "TTFT p50": 20.0, "TPOT p50": 5.0, "E2E p50": 400.0}
 
 
@@ -111,21 +112,44 @@ def settings() -> list[Setting]:
     return [s for s in measured_settings() if "0.6b" in s.file and s.tp * s.pp * s.dp == 1]
 
 
+def as_if_measured(setting: Setting, truth: Calibration) -> Setting:
+    """The setting with the time that is expected of it."""
+    (figure,) = setting.plan(setting.cost_model(truth)).values()
+    steps = 1e-3 * (setting.lengths[0].output - 1)
+    outputs = sum(item.output for item in setting.lengths)
+    seconds = figure * steps if setting.is_decode else outputs / figure
+    return dataclasses.replace(setting, fastest=seconds)
+
+
 def test_the_fit_finds_what_times_were_made_with(settings: list[Setting]) -> None:
     # A step that waits for the host tells nothing of the GPU.
     truth = dataclasses.replace(Calibration.load(CALIBRATIONS / "h200.json"), dispatch_us=0.0)
-    made = []
-    for setting in settings:
-        (figure,) = setting.plan(setting.cost_model(truth)).values()
-        steps = 1e-3 * (setting.lengths[0].output - 1)
-        outputs = sum(item.output for item in setting.lengths)
-        seconds = figure * steps if setting.is_decode else outputs / figure
-        made.append(dataclasses.replace(setting, fastest=seconds))
+    made = [as_if_measured(setting, truth) for setting in settings]
     free = {name: calibrate.FREE[name] for name in ("weight_share", "layer_us")}
     start = dataclasses.replace(truth, weight_share=0.5, layer_us=50.0)
     found = calibrate.fit_to(made, start, free)
     assert found.weight_share == pytest.approx(truth.weight_share, rel=0.02)
     assert found.layer_us == pytest.approx(truth.layer_us, rel=0.02)
+
+
+def test_the_fit_tells_what_quantized_weights_cost(settings: list[Setting]) -> None:
+    start = dataclasses.replace(Calibration.load(CALIBRATIONS / "h200.json"), dispatch_us=0.0)
+    figures = {"int8_share": 0.7, "int4_share": 0.5, "widened_share": 0.6, "rounding_us": 3.0}
+    truth = calibrate.with_figures(start, figures)
+    made = []
+    for setting in settings:
+        for scheme in ("fp8_per_channel", *INTEGERS):
+            stored = dataclasses.replace(setting, stored={"quantization": scheme})
+            made.append(as_if_measured(stored, truth))
+    found = calibrate.fit_to(made, start, calibrate.FREE_QUANTIZED)
+    assert {name: getattr(found, name) for name in figures} == pytest.approx(figures, rel=0.02)
+
+
+def test_a_run_that_is_missing_is_named(settings: list[Setting]) -> None:
+    name = settings[0].name
+    assert calibrate.named(settings, [name]) == settings[:1]
+    with pytest.raises(SystemExit, match="lacks what is fitted to: x: decode; y$"):
+        calibrate.named(settings, ["x: decode", name, "y"])
 
 
 def test_parts_that_were_measured_alone_are_in_the_file(settings: list[Setting]) -> None:

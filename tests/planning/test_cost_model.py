@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpaged.config import GIB
+from jaxpaged.config import GIB, EngineConfig
 from jaxpaged.core.buckets import Buckets
 from jaxpaged.core.scheduler_output import ScheduledSequence
 from jaxpaged.models.spec import PRODUCTS, LayerQuantization
 from jaxpaged.planning.cost_model import CostModel, Work, pairs, seen, work_of
 from jaxpaged.planning.footprint import Layout
 from jaxpaged.planning.hardware import GPUS, Calibration
-from jaxpaged.quantization import ON_THE_FLY, Quantized
+from jaxpaged.quantization import ON_THE_FLY
 
 H200 = GPUS["H200"]
 BUCKETS = Buckets(256, 8192, "gpu")
@@ -42,6 +42,17 @@ def total(cost: CostModel, step: Work) -> float:
     found = parts(cost, step)
     assert all(seconds >= 0 for seconds in found.values())
     return sum(found.values())
+
+
+def quantized(layout: Layout, head: str | None = None, every: int = 1, **products: str) -> Layout:
+    """Of every so-manieth layer, products stored in schemes of these names."""
+    how = LayerQuantization(**{product: ON_THE_FLY[name] for product, name in products.items()})
+    layers = tuple(
+        dataclasses.replace(layer, quantization=LayerQuantization() if at % every else how)
+        for at, layer in enumerate(layout.spec.layers)
+    )
+    spec = dataclasses.replace(layout.spec, layers=layers, head=head and ON_THE_FLY[head])
+    return Layout.of(spec, EngineConfig(), layout.tp, layout.pp)
 
 
 @settings(max_examples=60, deadline=None)
@@ -96,33 +107,89 @@ def test_rows_in_8_bit_floats_compute_in_half_the_time(
     layouts: dict[tuple[int, int], Layout], h200: Calibration
 ) -> None:
     layout, step = layouts[1, 1], work(8192, 0, 8192)
-    spec = layout.spec.quantized_like(ON_THE_FLY["fp8_per_channel"])
-    of = [
-        CostModel(H200, h200, each, 2) for each in (layout, dataclasses.replace(layout, spec=spec))
-    ]
-    wide, narrow = (parts(cost, step)["FLOPs"] for cost in of)
+    fp8 = quantized(layout, **dict.fromkeys(PRODUCTS, "fp8_per_channel"))
+    wide, narrow = (parts(CostModel(H200, h200, of, 2), step)["FLOPs"] for of in (layout, fp8))
     assert narrow == pytest.approx(wide / 2, rel=0.05)
 
 
 def test_each_product_computes_at_its_own_rate(
     layouts: dict[tuple[int, int], Layout], h200: Calibration
 ) -> None:
-    layout, step, fp8 = layouts[1, 1], work(8192, 0, 8192), ON_THE_FLY["fp8_per_channel"]
+    layout, fp8 = layouts[1, 1], "fp8_per_channel"
+    figures = {"gemm_share": 0.75, "widened_share": 0.25, "overlap": 100.0}
+    calibration = dataclasses.replace(h200, **figures)
 
-    def flops(**products: Quantized | None) -> float:
-        how = LayerQuantization(**products)
-        layers = tuple(dataclasses.replace(each, quantization=how) for each in layout.spec.layers)
-        spec = dataclasses.replace(layout.spec, layers=layers)
-        # Weights of the model's own size: all that differs is what is multiplied.
-        each = dataclasses.replace(layout, spec=spec)
-        assert each.weights == layout.weights
-        return parts(CostModel(H200, h200, each, 2), step)["FLOPs"]
+    def seconds(tokens: int, **products: str) -> dict[str, float]:
+        cost = CostModel(H200, calibration, quantized(layout, **products), 2)
+        return parts(cost, work(tokens, 0, 8192))
+
+    def flops(tokens: int = 8192, **products: str) -> float:
+        return seconds(tokens, **products)["FLOPs"]
 
     plain, whole = flops(), flops(**dict.fromkeys(PRODUCTS, fp8))
     s = layout.spec
     share = s.num_heads * s.head_dim / ((2 * s.num_heads + 8) * s.head_dim + 3 * s.ffn)
-    assert plain - flops(o=fp8) == pytest.approx(share * (plain - whole), rel=0.05)
-    assert flops(gate_up=ON_THE_FLY["int8_per_channel_weight_only"]) == plain
+    assert plain - flops(o=fp8) == pytest.approx(share * (plain - whole))
+    # The kernels take up to 512 rows. For more, 4 bits are widened in memory before: 4.25 bits a
+    # weight are read, and 16 written.
+    weights = 28 * s.width * s.num_heads * s.head_dim
+    for name, moved in (
+        ("int8_per_channel_weight_only", 0),
+        ("int4_per_group_weight_only", weights * (0.5 + 4 / 128 + 2)),
+    ):
+        assert flops(512, o=name) == pytest.approx((1 + 2 * share) * flops(512))
+        assert flops(513, o=name) == pytest.approx(flops(513))
+        widening = moved / (H200.bandwidth * calibration.weight_share)
+        assert seconds(513, o=name)["weights"] == pytest.approx(widening, rel=1e-3, abs=1e-9)
+
+
+def test_weights_are_read_at_the_share_of_how_they_are_stored(
+    layouts: dict[tuple[int, int], Layout], h200: Calibration
+) -> None:
+    # Of few rows, and bytes and operations overlap wholly: nothing but bytes counts.
+    figures = {"weight_share": 0.8, "int8_share": 0.4, "int4_share": 0.2, "overlap": 100.0}
+    calibration = dataclasses.replace(h200, **figures)
+    s = layouts[1, 1].spec
+    heads, rest = s.num_heads * s.head_dim, 2 * s.num_kv_heads * s.head_dim  # rows of q; of k, v
+    small = 2 * (heads + rest + 2 * s.width)  # bytes of biases and norms
+    head = s.width * s.vocab
+    int4 = s.width * heads / 2 + 4 * s.width * heads // 128  # a scale for 128 terms
+    int8, fp8 = s.width * s.ffn + 4 * s.width, 2 * s.width * s.ffn + 4 * 2 * s.ffn
+    unquantized = 2 * s.width * (heads + rest + heads + 3 * s.ffn) + small
+    qkv = 2 * s.width * (heads + rest) + small
+    mixed = (qkv + fp8) / 0.8 + int8 / 0.4 + int4 / 0.2
+    schemes = {
+        "o": "int4_per_group_weight_only",
+        "gate_up": "fp8_per_channel",
+        "down": "int8_per_channel_weight_only",
+    }
+    for every, of_head, layers in (
+        (1, None, 28 * mixed + 2 * head / 0.8),
+        (4, "int8_per_channel_weight_only",
+         7 * mixed + 21 * unquantized / 0.8 + (head + 4 * s.vocab) / 0.4),
+    ):  # fmt: skip
+        layout = quantized(layouts[1, 1], of_head, every, **schemes)
+        found = parts(CostModel(H200, calibration, layout, 2), work(1, 1, 1))["weights"]
+        assert found == pytest.approx(layers / H200.bandwidth, rel=1e-4)
+
+
+def test_products_that_round_their_rows_launch_more(
+    layouts: dict[tuple[int, int], Layout], h200: Calibration
+) -> None:
+    def launches(layout: Layout) -> float:
+        calibration = dataclasses.replace(h200, rounding_us=5.0)
+        return 1e6 * parts(CostModel(H200, calibration, layout, 2), work())["launches"]
+
+    layout, fp8, int8 = layouts[1, 1], "fp8_per_channel", "int8_per_channel_weight_only"
+    plain = launches(layout)
+    for products, head, every, count in (
+        (PRODUCTS, None, 1, 4 * 28),
+        (("o", "down"), fp8, 4, 2 * 7 + 1),
+        ((), fp8, 1, 1),
+    ):
+        rounding = quantized(layout, head, every, **dict.fromkeys(products, fp8))
+        assert launches(rounding) - plain == pytest.approx(5.0 * count)
+    assert launches(quantized(layout, **dict.fromkeys(PRODUCTS, int8))) == pytest.approx(plain)
 
 
 def test_a_head_in_8_bit_floats_computes_in_half_the_time(

@@ -9,10 +9,11 @@ import pytest
 from jaxpaged.config import GIB, EngineConfig
 from jaxpaged.models import ModelSpec, load_spec
 from jaxpaged.models.decoder import Decoder
+from jaxpaged.models.spec import LayerQuantization
 from jaxpaged.planning.footprint import Layout, memory
 from jaxpaged.planning.hardware import GPUS
 from jaxpaged.planning.predict import Smallest, fit, fitting
-from jaxpaged.quantization import FullPrecision, Quantized, Scheme, WeightOnly
+from jaxpaged.quantization import ON_THE_FLY, FullPrecision, Quantized, Scheme, WeightOnly
 from jaxpaged.quantization.fp8 import Fp8
 from jaxpaged.runtime.memory import page_budget, resident_bytes
 from jaxpaged.runtime.offload import offload
@@ -24,9 +25,22 @@ CONFIG = EngineConfig(max_model_len=2048)
 H200 = GPUS["H200"]
 
 
-@pytest.mark.parametrize("model", [LLAMA, GEMMA | {"tie_word_embeddings": True}])
-def test_weights_are_those_that_an_engine_loads(model: dict[str, Any]) -> None:
-    spec = load_spec(model)
+def partly_quantized() -> ModelSpec:
+    """Of three layers the first alone, and of that not all."""
+    spec = load_spec(LLAMA | {"num_hidden_layers": 3})
+    how = LayerQuantization(
+        o=ON_THE_FLY["fp8_per_channel"], gate_up=Quantized(WeightOnly("int8"), FullPrecision())
+    )
+    first = dataclasses.replace(spec.layers[0], quantization=how)
+    return dataclasses.replace(spec, layers=(first, *spec.layers[1:]))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [load_spec(LLAMA), load_spec(GEMMA | {"tie_word_embeddings": True}), partly_quantized()],
+    ids=["Llama", "Gemma", "partly quantized"],
+)
+def test_weights_are_those_that_an_engine_loads(spec: ModelSpec) -> None:
     layout = Layout.of(spec, EngineConfig(), 1, 1)
     decoder = Decoder(spec, layout.plan(EngineConfig()).kv, jnp.dtype(jnp.float32))
     resident = resident_bytes(abstract_leaves(decoder))

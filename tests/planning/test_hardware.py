@@ -46,19 +46,23 @@ def test_shares_are_shares(h200: Calibration) -> None:
     assert content["fitted"]
 
 
-def test_calibration_files_that_do_not_serve(tmp_path: Path) -> None:
+def test_calibration_files_that_do_not_serve(h200: Calibration, tmp_path: Path) -> None:
     with pytest.raises(ModelFilesError, match="missing"):
         Calibration.load(tmp_path / "none.json")
-    file = tmp_path / "part.json"
-    file.write_text('{"gpu": "H200", "coefficients": {"weight_share": 0.9}}')
-    with pytest.raises(ValueError, match="lacks gemm_share"):
-        Calibration.load(file)
+    figures, file = dataclasses.asdict(h200), tmp_path / "part.json"
+    gpu = figures.pop("gpu")
+    for name in figures:
+        rest = {other: value for other, value in figures.items() if other != name}
+        file.write_text(json.dumps({"gpu": gpu, "coefficients": rest}))
+        with pytest.raises(ValueError, match=f"part.json lacks {name}$"):
+            Calibration.load(file)
 
 
 @pytest.mark.parametrize(
     ("figure", "values", "words"),
     [
         ("weight_share", ("fast", None, True, 0, -1, 2, float("nan"), [0.9]), "from 1e-06 to 1,"),
+        ("int4_share", (0, 1.5), "from 1e-06 to 1,"),
         ("overlap", (0.5, 1000), "from 1 to 100,"),
         ("layer_us", (-1, float("inf")), "from 0 to 1e\\+09,"),
     ],
