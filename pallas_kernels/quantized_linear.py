@@ -25,6 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.dependents import let_next_start
 from pallas_kernels.product_parts import (
     EARLY_ROWS,
     NOT_IN_KERNELS,
@@ -233,7 +234,8 @@ def _kernel(
     D = ref["x"].shape[1]
     W, R, C, splits = config.block_out, config.block_rows, config.block_in, config.splits
     # Blocks of rows of the same outputs run side by side: the kernel is read from memory once.
-    pid, split = lax.div(pl.program_id(0), splits), lax.rem(pl.program_id(0), splits)
+    pid = let_next_start(pl.program_id(0), on_card)
+    pid, split = lax.div(pid, splits), lax.rem(pid, splits)
     row_blocks = -(-T // R)
     block = lax.div(pid, row_blocks)
     # Rows of the kernel: with an activation those of the gates, then those of the ups.

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.byte_pairs import as_pairs, from_pairs, paired
+from pallas_kernels.dependents import let_next_start
 from pallas_kernels.flash import padded
 from pallas_kernels.page_scales import check_page_scales, narrowed, slot_scale
 from pallas_kernels.rms_norm import Norm, rms_norm
@@ -115,6 +116,7 @@ def rope_write(
             tokens=config.tokens,
             eps=eps,
             plus_one=plus_one,
+            on_card=not interpret,
         ),
         grid=(pl.cdiv(T, config.tokens) * K,),
         out_shape=(
@@ -178,6 +180,7 @@ def _kernel(
     tokens: int,
     eps: float,
     plus_one: bool,
+    on_card: bool,
 ) -> None:
     scale_refs, rest = rest[:norms], rest[norms:]
     given_ref, rest = (rest[0], rest[1:]) if given else (None, rest)
@@ -185,8 +188,9 @@ def _kernel(
     q_ref, *slot_scale_refs, pages_ref = rest[len(rest) // 2 :]
     T, K, X, H = qkv_ref.shape
     D, G, dtype = H // 2, X - 2, qkv_ref.dtype
-    k = lax.rem(pl.program_id(0), K)
-    t_R = lax.div(pl.program_id(0), K) * tokens + jnp.arange(tokens)
+    pid = let_next_start(pl.program_id(0), on_card)
+    k = lax.rem(pid, K)
+    t_R = lax.div(pid, K) * tokens + jnp.arange(tokens)
     lane_L = jnp.arange(padded(D))
     live_R, is_lane_L = t_R < T, lane_L < D
     live_RL = live_R[:, None] & is_lane_L[None, :]

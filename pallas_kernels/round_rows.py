@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.dependents import let_next_start
 from pallas_kernels.product_parts import ACTIVATIONS
 from pallas_kernels.rms_norm import Norm, Rounded, Rows
 
@@ -189,7 +190,14 @@ def _round(
     if made_dtype is not None:
         outs["made"] = jax.ShapeDtypeStruct((T, D), made_dtype)
     results = pl.pallas_call(
-        partial(_kernel, row=row, names=(*given, *outs), block=block, programs=programs),
+        partial(
+            _kernel,
+            row=row,
+            names=(*given, *outs),
+            block=block,
+            programs=programs,
+            on_card=not interpret,
+        ),
         grid=(T * programs,),
         out_shape=list(outs.values()),
         compiler_params=pltriton.CompilerParams(num_warps=num_warps),
@@ -200,11 +208,17 @@ def _round(
 
 
 def _kernel(
-    *refs: Any, row: Callable[..., jax.Array], names: tuple[str, ...], block: int, programs: int
+    *refs: Any,
+    row: Callable[..., jax.Array],
+    names: tuple[str, ...],
+    block: int,
+    programs: int,
+    on_card: bool,
 ) -> None:
     ref = dict(zip(names, refs, strict=True))
     D = ref["q"].shape[1]
-    t, part = lax.div(pl.program_id(0), programs), lax.rem(pl.program_id(0), programs)
+    pid = let_next_start(pl.program_id(0), on_card)
+    t, part = lax.div(pid, programs), lax.rem(pid, programs)
     blocks = pl.cdiv(D, programs * block)
     columns = [(part * blocks + i) * block + jnp.arange(block) for i in range(blocks)]
     values = [row(ref, t, d_B, d_B < D) for d_B in columns]

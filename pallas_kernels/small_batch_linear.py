@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.dependents import let_next_start
 from pallas_kernels.product_parts import (
     EARLY_ROWS,
     NOT_IN_KERNELS,
@@ -180,7 +181,8 @@ def _kernel(
     ref = dict(zip(names, refs, strict=True))
     (T, F), D = ref["out"].shape, ref["x"].shape[1]
     B, C, splits = config.block_out, config.block_in, config.splits
-    block, split = lax.div(pl.program_id(0), splits), lax.rem(pl.program_id(0), splits)
+    pid = let_next_start(pl.program_id(0), on_card)
+    block, split = lax.div(pid, splits), lax.rem(pid, splits)
     t_R1, f_B = jnp.arange(R)[:, None], block * B + jnp.arange(B)
     # Columns of the kernel: those of the gates, then those of the ups.
     w_W = jnp.arange(B if activation is None else 2 * B)

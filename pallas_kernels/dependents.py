@@ -1,0 +1,42 @@
+"""Kernels that let the next one start while they run.
+
+On Hopper and later XLA launches a kernel before the one that it depends on has ended, and has it
+wait at its first instruction for all that the other writes. How early is for the other to say:
+programs of the next one then take the places that this one has left, and the launch costs nothing.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as pltriton
+
+LANES = 32  # of a warp
+LET_NEXT_START = "griddepcontrol.launch_dependents; mov.b32 $0, $1;"
+
+
+@cache
+def is_supported() -> bool:
+    """Whether kernels run on a GPU from compute capability 9.0 on."""
+    device = jax.devices()[0]
+    return device.platform == "gpu" and float(device.compute_capability) >= 9
+
+
+def let_next_start(program: jax.Array, on_card: bool) -> jax.Array:
+    """A program's number, int32, as it was: the compiler leaves nothing out that something uses.
+
+    Args:
+        on_card: not in interpret mode.
+    """
+    if not on_card or not is_supported():
+        return program
+    (program_L,) = pltriton.elementwise_inline_asm(
+        LET_NEXT_START,
+        args=[jnp.full((LANES,), program)],
+        constraints="=r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct((LANES,), jnp.int32)],
+    )
+    return program_L.max()
