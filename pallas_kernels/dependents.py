@@ -1,8 +1,10 @@
 """Kernels that let the next one start while they run.
 
-On Hopper and later XLA launches a kernel before the one that it depends on has ended, and has it
-wait at its first instruction for all that the other writes. How early is for the other to say:
-programs of the next one then take the places that this one has left, and the launch costs nothing.
+On Hopper and later XLA launches Triton kernels, and those that it makes itself, before the one that
+they depend on has ended, and has them wait at their first instruction for all that it writes. How
+early is for that one to say: programs of the next then take the places that it has left, and the
+launch costs nothing. Kernels in Mosaic and of libraries begin when the one before has ended,
+whatever it says.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ def is_supported() -> bool:
 
 
 def let_next_start(program: jax.Array, on_card: bool) -> jax.Array:
-    """A program's number, int32, as it was: the compiler leaves nothing out that something uses.
+    """A program's number, int32, as it was: the instruction is not left out if all hangs on it.
+
+    The dialect's assembly takes arrays alone, so a warp's lanes have the number each.
 
     Args:
         on_card: not in interpret mode.

@@ -240,7 +240,7 @@ def unpack_run(words_BX: jax.Array, run: int, zero_B: jax.Array | None, dtype: A
             wide = llvm.inline_asm(
                 i32,
                 [mgpu.utils.bitcast(x, i32) for x in (word, less.registers[(band, 0, *rest)])],
-                unpack(bits, part, dtype, less="$2"),
+                unpack(bits, part, dtype, offset="$2"),
                 "=r,r,r",
             )
             out[index] = mgpu.utils.bitcast(wide, pair)

@@ -20,7 +20,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.byte_pairs import as_pairs
-from pallas_kernels.dependents import let_next_start
 from pallas_kernels.flash import (
     MASKED,
     Pages,
@@ -312,7 +311,7 @@ def _decode_kernel(
     out_ref, *parts = rest[has_scales + has_input :]
     B, K = arrived_ref.shape
     block = config.block_keys
-    pid = let_next_start(pl.program_id(0), not interpret)
+    pid = pl.program_id(0)
     w, k = lax.div(pid, K), lax.rem(pid, K)
     b, begin, end, first, items = (item_ref[w, i] for i in range(5))
     G = q_ref.shape[1] // K

@@ -1,15 +1,17 @@
 """Rows normalised, gated or added up, and rounded to 8-bit floats, in Pallas' Triton dialect: one
-kernel, a row a program. XLA would read a row to find its largest value, and again to round it.
+kernel, which has a row in a program's registers. XLA would read a row to find its largest value,
+and again to round it.
 
-Where rows are fewer than the card has room for, several programs share a gated one: each puts its
+Where gated rows are fewer than the card has room for, several programs share one: each puts its
 part's largest value where every other of them has a place for it, and waits until its own places
-have been filled. An empty one holds `EMPTY`; whoever has read a word empties its place again.
+have been filled. An empty one holds `EMPTY`; whoever has read a word empties its place again, so
+one array serves all calls of a program.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +27,8 @@ from pallas_kernels.rms_norm import Norm, Rounded, Rows
 E4M3 = jnp.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 MAX_WIDTH = 32768  # of a row, which a program holds in its registers
-MAX_SHARING = 264  # programs that share rows: they wait for each other, so all run at once (H200)
-EMPTY = -1  # the sign bit is set, as in no largest value
+PER_CORE = 2  # programs that share rows and run at once on a multiprocessor, by their registers
+EMPTY = -1  # the sign bit is set, as in no largest value, NaN or not
 
 # Two float32s by one instruction, where the compiler takes one each, at a quarter of its rate.
 _TO_BFLOAT16 = "cvt.rn.bf16x2.f32 $0, $2, $1;"
@@ -55,10 +57,17 @@ def row_layout(D: int) -> Layout:
 def gated_layout(T: int, F: int) -> Layout:
     """A thread has four neighbours of each array, all of whose scales it reads at once (H200)."""
     programs = 1
-    while 2 * programs * T <= MAX_SHARING and F // programs >= 4096:
+    while 2 * programs * T <= most_sharing() and F // programs >= 4096:
         programs *= 2
     num_warps = 16 if F // programs >= 8192 else 8
     return Layout(4 * 32 * num_warps, num_warps, programs)
+
+
+@cache
+def most_sharing() -> int:
+    """Programs that may share rows: they wait for each other, so the card has room for all."""
+    device = jax.devices()[0]
+    return PER_CORE * getattr(device, "core_count", 0)  # of a CPU there is none
 
 
 def row_scale(largest: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """Integers of 4 and 8 bits as 16-bit floats, in registers: PTX for kernels of both dialects.
 
-As the lower bits of a float integers are its subnormal numbers and the next few: so many times the
-smallest. One instruction for two brings them to what they stand for, in units that
+An integer in the low bits of a float is that many times the smallest subnormal number. One
+multiply-add for two of them scales that, and subtracts what had made them positive, in units that
 `WIDE[...].unit` tells: scales of the products make up for them.
 """
 
@@ -11,20 +11,25 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+ELEMENT = 16  # bits, of several weights
+PACKED = {"uint16": 4, "int16": 2}  # how many, which the dtype tells; the first in the lowest bits
+RUN = 64  # neighbouring terms: the first part of them is first in its elements, and so on
+
 
 class Wide(NamedTuple):
     """Of a type of floats.
 
     Attributes:
         ptx: its name there.
-        times: what makes units of the lowest bits, and of four bits above four others; twice.
-        less: 8 units and 128, twice each and negative.
+        scale: the power of two that makes units of the lowest bits, and of the four above them;
+            each twice, since an instruction takes two numbers.
+        offset: 8 units and 128, negative, each twice.
         unit: what becomes of 1.
     """
 
     ptx: str
-    times: tuple[int, int]
-    less: tuple[int, int]
+    scale: tuple[int, int]
+    offset: tuple[int, int]
     unit: float
 
 
@@ -32,11 +37,6 @@ WIDE = {
     "bfloat16": Wide("bf16", (0x7F007F00, 0x7D007D00), (0xBE00BE00, 0xC000C000), 2.0**-6),
     "float16": Wide("f16", (0x78007800, 0x68006800), (0xA400A400, 0xB400B400), 2.0**-9),
 }
-
-
-ELEMENT = 16  # bits, of several weights
-PACKED = {"uint16": 4, "int16": 2}  # how many, which the dtype tells; the first in the lowest bits
-RUN = 64  # neighbouring terms: the first part of them is first in its elements, and so on
 
 
 def packed(kernel_dtype: Any) -> int:
@@ -49,12 +49,12 @@ def unit(dtype: Any) -> float:
     return WIDE[jnp.dtype(dtype).name].unit
 
 
-def unpack(bits: int, part: int, dtype: Any, less: str | None = None) -> str:
+def unpack(bits: int, part: int, dtype: Any, offset: str | None = None) -> str:
     """PTX from two elements of packed weights, $1, to those at bit `bits` * `part`, $0.
 
     Args:
         bits: of a weight, 4 or 8; each is greater by half its range.
-        less: the operand of what is added, in units; None: minus half the range.
+        offset: the operand of what is added, in units; None: minus half the range.
     """
     to = WIDE[jnp.dtype(dtype).name]
     byte, upper = divmod(bits * part, 8)
@@ -64,9 +64,9 @@ def unpack(bits: int, part: int, dtype: Any, less: str | None = None) -> str:
         pick = f"""{"shr.u32 a, $1, 8;" if byte else "mov.b32 a, $1;"}
         and.b32 a, a, {0x00F000F0 if upper else 0x000F000F};"""
     return f"""{{
-        .reg .b32 a, times, less;
-        mov.b32 times, {to.times[bool(upper)]};
-        mov.b32 less, {less or to.less[bits == 8]};
+        .reg .b32 a, scale, offset;
+        mov.b32 scale, {to.scale[bool(upper)]};
+        mov.b32 offset, {offset or to.offset[bits == 8]};
         {pick}
-        fma.rn.{to.ptx}x2 $0, a, times, less;
+        fma.rn.{to.ptx}x2 $0, a, scale, offset;
     }}"""

@@ -1,8 +1,9 @@
 """Check a layer's products on the GPU, and time those of few rows beside XLA's.
 
-Products of few rows against float64, quantized ones against XLA's of the same weights. Prints a
-line a product, then microseconds a layer of a chain of layers' four products, with norms,
-activation and residuals, each layer with weights of its own. Returns 1 if any product is wrong.
+Products of few rows against float64, quantized ones against XLA's of the same weights, gated rows
+that several programs round against those of one. Prints a line a product, then microseconds a
+layer of a chain of layers' four products, with norms, activation and residuals, each layer with
+weights of its own. Returns 1 if any product is wrong.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from functools import partial
 from itertools import product as product_of
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from jaxpaged.layers.linear import Linear
 from jaxpaged.quantization import ON_THE_FLY, Scheme, arrange
+from pallas_kernels import round_rows
 from pallas_kernels.rms_norm import Norm, Rows
 
 LAYERS = 28
@@ -148,6 +151,27 @@ def compile_scheme(case: tuple[str, int]) -> Callable[[], bool]:
     return check
 
 
+def check_gates(T: int) -> bool:
+    """Whether rows that several programs share are rounded as by one, time after time."""
+    width = 18944
+    sums, scale_2F = random(1, T, 2, width, scale=30), jnp.full((2, width), 0.1, jnp.float32)
+    given = sums, jnp.full((T, 1), 0.1, jnp.float32), scale_2F
+    run = partial(round_rows.round_gated, activation="silu", dtype=jnp.bfloat16)
+    shared = jax.jit(lambda *given: run(*given)).lower(*given).compile()
+    with mock.patch.object(round_rows, "most_sharing", lambda: 0):
+        alone = jax.jit(lambda *given: run(*given)).lower(*given).compile()
+    wanted = [np.asarray(x).view(np.uint8) for x in alone(*given)]
+    found = [shared(*given) for _ in range(20)]
+    same = [
+        (np.asarray(x).view(np.uint8) == want).all()
+        for rounded in found
+        for x, want in zip(rounded, wanted, strict=True)
+    ]
+    programs = round_rows.gated_layout(T, width).programs
+    print("ok  " if all(same) else "BAD ", f"rounded by {programs} programs T {T}", flush=True)
+    return all(same)
+
+
 def microseconds(T: int, fuse: bool) -> float:
     """A layer's share of a chain of layers, median of five."""
     scale = weights(0)["scale"]  # of all norms: the layer before begins a layer's first
@@ -172,7 +196,8 @@ def microseconds(T: int, fuse: bool) -> float:
 def main() -> int:
     """Check, then time; returns 1 if any product is wrong."""
     good = all([check(T) for T in (1, 8, 16, 27, 32, 64)])
-    cases = list(product_of(ON_THE_FLY, (5, 40, 200)))
+    good &= all([check_gates(T) for T in (17, 64, 132)])
+    cases = list(product_of(ON_THE_FLY, (5, 12, 30, 200)))
     with ThreadPoolExecutor() as pool:  # most of it is compiling
         good &= all([check() for check in list(pool.map(compile_scheme, cases))])
     for T in (8, 16, 32, 64):

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 from jaxpaged.core.buckets import Buckets
 from jaxpaged.core.scheduler_output import ScheduledSequence
-from jaxpaged.planning.footprint import Layout, scheme_of, widens
+from jaxpaged.planning.footprint import Layout, rows_of_kernels, scheme_of, widens
 from jaxpaged.planning.hardware import GPU, Calibration
-from jaxpaged.quantization import Scheme
+from jaxpaged.quantization import Scheme, WeightOnly
 from jaxpaged.runtime.offload import PCIE_BYTES
-from pallas_kernels.quantized_linear_mosaic import MAX_ROWS
 
 # Elements that a token reads and writes between a layer's products: around two norms and residuals,
 # around attention, and around the activation.
@@ -196,10 +195,10 @@ class CostModel:
         read_share, gemm_share, flops = fitted.weight_share, fitted.gemm_share, gpu.flops(itemsize)
         if scheme is not None and scheme.rounds_rows:
             flops, rounding = gpu.flops(1), 1e-6 * fitted.rounding_us * product.count
-        elif scheme is not None:
+        elif isinstance(scheme, WeightOnly):
             # Nobody has timed 8-bit floats that are widened: the kernels are those of int8.
             read_share = fitted.int4_share if scheme.storage == "int4" else fitted.int8_share
-            if rows <= MAX_ROWS:
+            if rows <= rows_of_kernels(scheme, gpu):
                 gemm_share = fitted.widened_share
             elif widens(scheme):  # in memory, before the product
                 moved = product.weight_bytes + itemsize * product.size

@@ -23,7 +23,9 @@ from jaxpaged.quantization import Quantized, Scheme, WeightOnly
 from jaxpaged.runtime.memory import FRAGMENTATION_MARGIN
 from jaxpaged.runtime.offload import Offloaded, choose
 from jaxpaged.runtime.plan import EnginePlan, make_plan, model_dtype
+from pallas_kernels import quantized_linear_mosaic as mosaic
 from pallas_kernels.quantized_linear import MAX_ROWS
+from pallas_kernels.wide_integers import RUN
 
 # What XLA sets aside for the largest steps of three models of `benchmarks/models`, compiled for an
 # H200 by JAX 0.11.2, is within 8 % of these multiples.
@@ -185,7 +187,7 @@ def _forward_bytes(layout: Layout, tokens: int) -> int:
 
 
 def _sample_bytes(layout: Layout, rows: int) -> int:
-    """Of what sampling sets aside; rows are more than `MAX_ROWS` always."""
+    """Of what sampling sets aside; a head that is widened counts so for any number of rows."""
     logits, head = 4 * rows * layout.spec.vocab_rows // layout.tp, layout.spec.head
     widened = layout.head_products if head is not None and widens(head.scheme) else 0
     return max(TEMPORARY_LOGITS * logits, logits + layout.dtype.itemsize * widened)
@@ -197,13 +199,21 @@ def scheme_of(how: Quantized | None) -> Scheme | None:
 
 
 def widens(scheme: Scheme | None) -> bool:
-    """Whether kernels are widened in memory for more rows than `MAX_ROWS`, one product at a time.
+    """Whether weights are widened in memory for more rows than kernels take, one product at a time.
 
     XLA multiplies with others as they are stored, or widens them on their way into the product.
     """
     return isinstance(scheme, WeightOnly) and (
         scheme.storage == "int4" or scheme.group is not None or scheme.has_zero
     )
+
+
+def rows_of_kernels(scheme: WeightOnly, gpu: GPU) -> int:
+    """The most rows for which a kernel widens weights on their way; see `few_rows_fit`."""
+    if scheme.group is not None and scheme.group % RUN:
+        return 0
+    on_hopper = gpu.compute_capability == 9 and scheme.packed > 1
+    return mosaic.MAX_ROWS if on_hopper else MAX_ROWS
 
 
 def _weights(spec: ModelSpec, dtype: jnp.dtype, tp: int) -> Weights:

@@ -113,7 +113,10 @@ class Calibration:
         names = [field.name for field in fields(cls) if field.name != "gpu"]
         missing = [name for name in names if name not in found]
         if missing:
-            raise ValueError(f"calibration {path} lacks {', '.join(missing)}")
+            raise ValueError(
+                f"calibration {path} lacks {', '.join(missing)}: "
+                "run `python -m benchmarks.calibrate` again"
+            )
         for name in names:
             value, (least, most) = found[name], _range(name)
             if type(value) not in (int, float) or not least <= value <= most:

@@ -206,7 +206,10 @@ def _restore(path: Path, model: Decoder, leaves: Leaves, whole: Leaves) -> Param
             or tuple(stored[name].shape) != whole[name].shape
         )
         if wrong:
-            raise ModelFilesError(f"{folder} does not fit config.json: {', '.join(wrong[:4])}")
+            raise ModelFilesError(
+                f"{folder} does not fit config.json, or another version stores it otherwise (run "
+                f"`jaxpaged convert` again): {', '.join(wrong[:4])}"
+            )
     tree = unflatten_dict(leaves, sep="/")
     with ocp.PyTreeCheckpointer() as reader:
         asked = ocp.args.PyTreeRestore(

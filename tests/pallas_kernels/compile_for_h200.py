@@ -19,6 +19,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import dependents
+from pallas_kernels import round_rows as rounding
 from pallas_kernels.paged_attention_triton import paged_attention_triton
 from pallas_kernels.peer_sum import Peers, peer_sum
 from pallas_kernels.quantized_linear import quantized_linear
@@ -316,9 +317,10 @@ def main() -> None:
     parser.add_argument("--rounded", nargs="*", type=int, default=[], metavar="T", help="rows")
     parser.add_argument("--peers", nargs="*", type=int, default=[], metavar="N", help="devices")
     args = parser.parse_args()
+    mesh = h200_mesh(args.card)
     # This machine has no GPU to ask.
     dependents.is_supported = lambda: args.card == "h200"
-    mesh = h200_mesh(args.card)
+    rounding.most_sharing = lambda: rounding.PER_CORE * mesh.devices.flat[0].core_count
     for N in args.peers:
         compile_peer_sum(h200_mesh(args.card, N), 64, 5120)
         print(f"compiled peer_sum {N}", flush=True)

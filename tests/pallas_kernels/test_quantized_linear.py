@@ -46,7 +46,7 @@ def operands(kind: str, T: int) -> tuple[tuple[jax.Array, ...], dict[str, jax.Ar
         packed = (digits * (high - low) ** np.arange(parts)[:, None]).sum(2).reshape(F, -1)
         kernel = jnp.asarray(packed.astype(np.uint16).view("uint16" if parts == 4 else "int16"))
     if "zero" in kind:
-        options["zero_GF"] = jnp.asarray(RNG.integers(-7, 8, (groups, F)), jnp.int8)
+        options["zero_GF"] = jnp.asarray(RNG.integers(low, high, (groups, F)), jnp.int8)
         wide = wide - np.repeat(np.asarray(options["zero_GF"], float), D // groups, 0).T
     if "rows" in kind:
         options["row_scale_T"] = jnp.asarray(RNG.uniform(0.5, 2, T), jnp.float32)

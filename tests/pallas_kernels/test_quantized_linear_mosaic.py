@@ -54,7 +54,7 @@ def operands(
     stored = jnp.asarray(packed.astype(np.uint16).view(kernel))
     options: dict[str, jax.Array] = {}
     if zeros:
-        options["zero_GF"] = jnp.asarray(RNG.integers(-8, 9, (groups, F)), jnp.int8)
+        options["zero_GF"] = jnp.asarray(RNG.integers(low, high, (groups, F)), jnp.int8)
         wide = wide - np.repeat(np.asarray(options["zero_GF"], float), D // groups, 0).T
     scale_GF = jnp.asarray(RNG.uniform(0.5, 2, (groups, F)) / high / 16, jnp.float32)
     dense = wide * np.repeat(np.asarray(scale_GF, float), D // groups, 0).T

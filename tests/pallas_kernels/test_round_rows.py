@@ -8,8 +8,15 @@ import pytest
 
 from jaxpaged.quantization import finished
 from jaxpaged.quantization.fp8 import quantize_rows
+from pallas_kernels import round_rows as module
 from pallas_kernels.rms_norm import Norm, rms_norm
-from pallas_kernels.round_rows import MAX_WIDTH, round_added, round_gated, round_rows
+from pallas_kernels.round_rows import (
+    MAX_WIDTH,
+    gated_layout,
+    round_added,
+    round_gated,
+    round_rows,
+)
 
 RNG = np.random.default_rng(0)
 T, D = 5, 200
@@ -81,3 +88,18 @@ def test_sums_are_those_of_the_plain_way(with_bias: bool, dtype: str) -> None:
 def test_rows_too_wide() -> None:
     with pytest.raises(ValueError, match="wider than 32768"):
         round_rows(jnp.zeros((1, MAX_WIDTH + 1)), interpret=True)
+
+
+@pytest.mark.parametrize("room", [0, 116, 264])
+def test_programs_that_wait_for_each_other_have_room(
+    room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "most_sharing", lambda: room)
+    shared = set()
+    for T in range(1, 300):
+        for F in (1000, 4096, 18944, MAX_WIDTH):
+            block, _, programs = gated_layout(T, F)
+            assert programs == 1 or T * programs <= room
+            assert programs * block < 2 * F or programs == 1  # none is left without a column
+            shared.add(programs)
+    assert (len(shared) > 2) == (room > 0)

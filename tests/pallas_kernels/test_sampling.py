@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -114,3 +116,19 @@ def test_full_size_vocabulary_matches_sorting() -> None:
         expected = kept_by_sorting(row, **full)
         assert abs(int(got.sum()) - int(expected.sum())) <= 1  # float32 sums at the border
         assert (got & expected).sum() >= min(got.sum(), expected.sum())
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_the_first_of_the_largest_on_either_platform(
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chosen(x_RV: jax.Array, *, cuda: Any, default: Any) -> jax.Array:
+        return cuda(x_RV) if on_gpu else default(x_RV)
+
+    monkeypatch.setattr(sampling.lax, "platform_dependent", chosen)
+    x_RV = np.random.default_rng(3).integers(0, 9, (64, 50)).astype(np.float32)
+    x_RV[::4] = -np.inf
+    x_RV[1, 7] = np.inf
+    found_R = sampling.argmax(jnp.asarray(x_RV))
+    assert found_R.dtype == jnp.int32
+    np.testing.assert_array_equal(found_R, x_RV.argmax(axis=1))

@@ -45,7 +45,7 @@ def total(cost: CostModel, step: Work) -> float:
 
 
 def quantized(layout: Layout, head: str | None = None, every: int = 1, **products: str) -> Layout:
-    """Of every so-manieth layer, products stored in schemes of these names."""
+    """Of every `every`-th layer, products stored in schemes of these names."""
     how = LayerQuantization(**{product: ON_THE_FLY[name] for product, name in products.items()})
     layers = tuple(
         dataclasses.replace(layer, quantization=LayerQuantization() if at % every else how)

@@ -54,7 +54,7 @@ def test_calibration_files_that_do_not_serve(h200: Calibration, tmp_path: Path) 
     for name in figures:
         rest = {other: value for other, value in figures.items() if other != name}
         file.write_text(json.dumps({"gpu": gpu, "coefficients": rest}))
-        with pytest.raises(ValueError, match=f"part.json lacks {name}$"):
+        with pytest.raises(ValueError, match=f"part.json lacks {name}: run"):
             Calibration.load(file)
 
 
