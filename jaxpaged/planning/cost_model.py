@@ -111,9 +111,10 @@ class CostModel:
             size[scheme] += weights
             count[scheme] += 1
         layers = len(layout.spec.layers)
+        stored = sum((each.stored for each in layout.layer_weights), Counter[Scheme | None]())
         self._layer = [
-            Product(scheme, stored, size[scheme] / layers, count[scheme] / layers)
-            for scheme, stored in layout.weights.layer.items()
+            Product(scheme, stored[scheme] / layers, size[scheme] / layers, count[scheme] / layers)
+            for scheme in stored
         ]
         head = scheme_of(layout.spec.head)
         self._head = Product(head, layout.weights.head, layout.head_products, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict
 from jaxpaged.config import EngineConfig
 from jaxpaged.models.decoder import Decoder, abstract_params
 from jaxpaged.models.prefetch import is_matrix
-from jaxpaged.models.spec import ModelSpec
+from jaxpaged.models.spec import LayerQuantization, ModelSpec
 from jaxpaged.models.spread import spread_spec
 from jaxpaged.models.stages import stage_layers
 from jaxpaged.parallel.sharding import partition
@@ -33,12 +33,19 @@ TEMPORARY_FFNS, TEMPORARY_WIDTHS = 3, 3  # of a token in `forward`, in the model
 TEMPORARY_LOGITS = 4  # of a row in `sample`, in float32
 
 
+@dataclass
+class LayerWeights:
+    """Bytes of one GPU's part of a layer."""
+
+    stored: Counter[Scheme | None]  # by how the product is stored that they are of
+    matrices: int = 0  # what may lie in host memory
+
+
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of one GPU's part of the parameters. Of a layer: at the mean of all layers."""
+    """Bytes of one GPU's part of the parameters."""
 
-    layer: Mapping[Scheme | None, float]  # by how the product is stored that they are of
-    matrices: int  # of a layer: what may lie in host memory
+    layers: Mapping[LayerQuantization, LayerWeights]  # of a layer of each kind
     embed: int
     head: int
     final_norm: int
@@ -99,6 +106,11 @@ class Layout:
                 yield count, scheme_of(getattr(layer.quantization, name))
 
     @property
+    def layer_weights(self) -> list[LayerWeights]:
+        """Of each layer."""
+        return [self.weights.layers[layer.quantization] for layer in self.spec.layers]
+
+    @property
     def offloaded(self) -> list[Offloaded]:
         """Layers of each stage whose matrices lie in host memory.
 
@@ -107,8 +119,9 @@ class Layout:
         """
         if not self.cpu_offload_gb:
             return [Offloaded((), 0, 0)] * self.pp
+        weights = self.layer_weights
         sizes = (
-            dict.fromkeys(layers, self.weights.matrices)
+            {at: weights[at].matrices for at in layers}
             for layers in stage_layers(self.spec, self.pp)
         )
         return [choose(each, self.cpu_offload_gb) for each in sizes]
@@ -116,7 +129,11 @@ class Layout:
     @property
     def weight_bytes(self) -> list[int]:
         """Of a GPU of each stage, host memory included."""
-        stages = [round(sum(self.weights.layer.values()) * layers) for layers in self.stages]
+        weights = self.layer_weights
+        stages = [
+            sum(weights[at].stored.total() for at in layers)
+            for layers in stage_layers(self.spec, self.pp)
+        ]
         stages[0] += self.weights.embed
         stages[-1] += self.weights.final_norm
         if self.pp > 1 or not self.weights.tied:
@@ -218,26 +235,24 @@ def rows_of_kernels(scheme: WeightOnly, gpu: GPU) -> int:
 
 def _weights(spec: ModelSpec, dtype: jnp.dtype, tp: int) -> Weights:
     """Sizes of the very parameters that an engine would make, of a model of one layer a kind."""
-    kinds = Counter(layer.quantization for layer in spec.layers)
     examples = {layer.quantization: layer for layer in spec.layers}
-    few = dataclasses.replace(spec, layers=tuple(examples[kind] for kind in kinds))
-    shares = {f"layers_{at}": kinds[kind] / len(spec.layers) for at, kind in enumerate(kinds)}
+    few = dataclasses.replace(spec, layers=tuple(examples.values()))
     plan = make_plan(EngineConfig(), few, dtype, "gpu", serving=True)
-    layer, matrices, sizes = defaultdict[Scheme | None, float](float), 0.0, Counter[str]()
+    layers = {f"layers_{at}": LayerWeights(Counter()) for at in range(len(examples))}
+    sizes = Counter[str]()
     boxed = flatten_dict(abstract_params(Decoder(few, plan.kv, dtype)), sep="/")
     for name, leaf in boxed.items():
         split = any(axis is not None for axis in partition(leaf.names))
         size = math.prod(leaf.value.shape) // (tp if split else 1) * leaf.value.dtype.itemsize
         module = name.partition("/")[0]
-        if module not in shares:
+        if module not in layers:
             sizes[module] += size
             continue
-        layer[scheme_of(few.quantized(name))] += shares[module] * size
+        layers[module].stored[scheme_of(few.quantized(name))] += size
         if is_matrix(name):
-            matrices += shares[module] * size
+            layers[module].matrices += size
     return Weights(
-        layer=layer,
-        matrices=round(matrices),
+        layers=dict(zip(examples, layers.values(), strict=True)),
         embed=sizes["embed"],
         head=sizes["lm_head"] or sizes["embed"],
         final_norm=sizes["final_norm"],

@@ -51,7 +51,7 @@ def test_weights_are_those_that_an_engine_loads(spec: ModelSpec) -> None:
 def test_offloaded_weights_are_those_of_an_engine() -> None:
     spec = load_spec(LLAMA | {"num_hidden_layers": 6, "max_position_embeddings": 2048})
     (whole,) = memory(H200, CONFIG, *laid_out(spec, CONFIG))
-    matrices = laid_out(spec, CONFIG)[0].weights.matrices
+    matrices = laid_out(spec, CONFIG)[0].layer_weights[0].matrices
     config = dataclasses.replace(CONFIG, cpu_offload_gb=2.5 * matrices / GIB)
     layout, plan = laid_out(spec, config)
     (taken,) = memory(H200, config, layout, plan)
@@ -74,6 +74,24 @@ def test_a_part_of_the_model_lies_on_each_gpu(layouts: dict[tuple[int, int], Lay
         assert len(layout.weight_bytes) == len(layout.stages) == pp
         assert sum(layout.stages) == 28
         assert sum(layout.weight_bytes) == pytest.approx(whole / tp, rel=0.001)
+
+
+def test_each_stage_has_its_own_layers() -> None:
+    plain = load_spec(LLAMA | {"num_hidden_layers": 4})
+    how = LayerQuantization(gate_up=ON_THE_FLY["int4_per_group_weight_only"])
+    mixed, small = (
+        dataclasses.replace(
+            plain,
+            layers=tuple(
+                dataclasses.replace(layer, quantization=how) if at in chosen else layer
+                for at, layer in enumerate(plain.layers)
+            ),
+        )
+        for chosen in (range(2), range(4))
+    )
+    first, last = (Layout.of(mixed, CONFIG, 1, 2).weight_bytes[at] for at in range(2))
+    assert first == Layout.of(small, CONFIG, 1, 2).weight_bytes[0]
+    assert last == Layout.of(plain, CONFIG, 1, 2).weight_bytes[1]
 
 
 def test_a_page_is_split_with_the_heads_and_the_layers(
