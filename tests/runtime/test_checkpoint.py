@@ -64,7 +64,7 @@ def test_config_and_tokenizer_come_along(converted: Path) -> None:
 
 
 def test_a_checkpoint_of_another_model_is_refused(converted: Path) -> None:
-    with pytest.raises(ModelFilesError, match="does not fit config.json: layers_0/mlp") as error:
+    with pytest.raises(ModelFilesError, match="does not fit config.json.*layers_0/mlp") as error:
         load(converted, {**CONFIG, "intermediate_size": 64})
     assert "\n" not in str(error.value)
 
