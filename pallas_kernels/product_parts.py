@@ -20,6 +20,7 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
 }
 NOT_IN_KERNELS = "gelu"  # the dialect has no erf
+PROGRAMS = 132  # multiprocessors of an H100 or H200
 EARLY_ROWS = 16  # of a program, for which what stands around a sum is loaded before it
 
 

@@ -29,6 +29,7 @@ from pallas_kernels.dependents import let_next_start
 from pallas_kernels.product_parts import (
     EARLY_ROWS,
     NOT_IN_KERNELS,
+    PROGRAMS,
     call_by_name,
     gated,
     load_around,
@@ -40,7 +41,6 @@ from pallas_kernels.wide_integers import ELEMENT, PACKED, RUN, WIDE, packed, uni
 
 MAX_ROWS = 64  # beyond, widening the kernel once for all rows costs less
 MAX_E4M3_ROWS = 16  # of rows in e4m3, which cuBLASLt multiplies as they are
-PROGRAMS = 132  # multiprocessors of an H100 or H200
 E4M3 = jnp.float8_e4m3fn
 
 
@@ -295,10 +295,7 @@ def _kernel(
     def load() -> dict[str, jax.Array]:
         found = load_around(ref, t_R, f_W, at_BR, live_BR, eps)
         if groups == 1:
-            found["scale"] = ref["scale"][0, f_W] * (1 / one)
-            if "zero" in ref:
-                found["zero"] = ref["zero"][0, f_W].astype(jnp.float32) * one
-                found["sum"] = ref["sum"][0, at_R]
+            found |= load_group(jnp.int32(0))
         if "row_scale" in ref:
             found["row_scale"] = ref["row_scale"][at_R]
         return found
@@ -315,8 +312,9 @@ def _kernel(
         around = early or load()
         if groups == 1:
             if "zero" in ref:
-                sum_WR -= around["zero"][:, None] * around["sum"][None, :]
-            sum_WR *= around["scale"][:, None]
+                zero_W = around["zero"].astype(jnp.float32) * one
+                sum_WR -= zero_W[:, None] * around["sum"][None, :]
+            sum_WR *= (around["scale"] * (1 / one))[:, None]
         if "row_scale" in ref:
             sum_WR *= around["row_scale"][None, :]
         if "square" in ref:

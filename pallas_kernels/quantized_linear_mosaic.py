@@ -46,6 +46,7 @@ from pallas_kernels.product_parts import (
     ACTIVATIONS,
     EARLY_ROWS,
     NOT_IN_KERNELS,
+    PROGRAMS,
     result_shapes,
 )
 from pallas_kernels.rms_norm import HalfNormed, Rows
@@ -62,7 +63,6 @@ SHARED_MEMORY = 216 << 10  # for the ring
 LANES = LINE // 2  # terms of a row in such a line
 SWIZZLE = plgpu.SwizzleTransform(LINE)
 PARTS = 2  # of a sum that are read at once
-PROGRAMS = 132  # multiprocessors of an H100 or H200
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from pallas_kernels.dependents import let_next_start
 from pallas_kernels.product_parts import (
     EARLY_ROWS,
     NOT_IN_KERNELS,
+    PROGRAMS,
     call_by_name,
     gated,
     load_around,
@@ -35,7 +36,6 @@ from pallas_kernels.rms_norm import HalfNormed, Rows
 
 MAX_ROWS = 64
 MAX_ELEMENTS = 8 << 20  # of a kernel; XLA streams larger ones as fast, and fuses as much
-PROGRAMS = 132  # multiprocessors of an H100 or H200
 
 
 @dataclass(frozen=True)
