@@ -20,7 +20,7 @@ from jaxpaged.models.stages import stage_layers
 from jaxpaged.parallel.sharding import partition
 from jaxpaged.planning.hardware import GPU
 from jaxpaged.quantization import Quantized, Scheme, WeightOnly
-from jaxpaged.runtime.memory import FRAGMENTATION_MARGIN
+from jaxpaged.runtime.memory import margin
 from jaxpaged.runtime.offload import Offloaded, choose
 from jaxpaged.runtime.plan import EnginePlan, make_plan, model_dtype
 from pallas_kernels import quantized_linear_mosaic as mosaic
@@ -184,9 +184,8 @@ def memory(gpu: GPU, config: EngineConfig, layout: Layout, plan: EnginePlan) -> 
     temporaries = max(
         _forward_bytes(layout, plan.max_num_batched_tokens), _sample_bytes(layout, shapes.max_rows)
     )
-    margin = int(FRAGMENTATION_MARGIN * limit)
     return [
-        Memory(limit, size - there.size, state, temporaries + there.window, margin)
+        Memory(limit, size - there.size, state, temporaries + there.window, margin(limit))
         for size, there in zip(layout.weight_bytes, layout.offloaded, strict=True)
     ]
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxpaged.config import GIB, EngineConfig
 from jaxpaged.parallel.sharding import HOST
@@ -23,6 +24,10 @@ ALIGNMENT = 256  # bytes; of XLA's allocator
 # Pinned host memory that XLA may take: weights with what does not fit between them, and the rest of
 # the last layer and arrays on their way (GiB). It grows by doubling, so the limit is what it takes.
 HOST_HOLES, HOST_OTHERS = 1.1, 8
+# Places kept free for small arrays: how many, of how many bytes. For what is sampled, for the host's
+# input, and for hidden states on their way to another stage.
+HOLES = ((32, 8 << 10), (8, 512 << 10), (4, 4 << 20))
+HOLE_BYTES = 2 * sum(count * size for count, size in HOLES)  # with what lies between
 
 
 def claim_memory(config: EngineConfig) -> None:
@@ -76,6 +81,23 @@ def scarcest_memory(devices: Sequence[jax.Device]) -> dict[str, int] | None:
     return min(known, key=lambda s: s["bytes_limit"] - s["bytes_in_use"], default=None)
 
 
+def keep_holes(device: jax.Device) -> list[jax.Array]:
+    """Make room for small arrays between others, which are returned and have to be kept.
+
+    XLA's allocator takes the smallest free place that is large enough. Where there is one large
+    place alone, what a step has sampled lies at its beginning until the host has read it, and the
+    temporaries of the next step begin behind it: somewhere else than those of the step before. A
+    GPU is then given its graph anew at every step, which takes the host 1 to 3 ms for 28 layers.
+    """
+    holes, between = [], []
+    for count, size in HOLES:
+        for _ in range(count):
+            for places in (holes, between):  # of one size: neighbours wherever there is room
+                places.append(jax.device_put(np.zeros(size, np.uint8), device))
+    jax.block_until_ready(holes)
+    return between
+
+
 def report_outside_pool(device: jax.Device) -> None:
     """Log what of a card is in use beside XLA's pool: CUDA context, graphs, other processes."""
     stats = device.memory_stats() or {}
@@ -118,6 +140,11 @@ def resident_bytes(tree: Any) -> int:
     return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
 
 
+def margin(limit: int) -> int:
+    """Bytes of XLA's limit that are left alone: for small arrays, and for what cannot be used."""
+    return HOLE_BYTES + int(FRAGMENTATION_MARGIN * limit)
+
+
 def page_budget(
     *,
     kv_cache_memory_bytes: int | None,
@@ -130,8 +157,7 @@ def page_budget(
     """Bytes for KV pages on a device.
 
     On a GPU: XLA's limit - bytes in use - weights and the rest of the state - the largest
-    temporaries of a step - two batches in flight - a margin for fragmentation. On CPU 1 GiB
-    unless told.
+    temporaries of a step - two batches in flight - `margin`. On CPU 1 GiB unless told.
 
     Args:
         stats: the GPU's `memory_stats()` before anything is loaded; None on a CPU.
@@ -144,7 +170,7 @@ def page_budget(
     if not stats:
         return DEFAULT_CPU_PAGE_BYTES
     limit, in_use = stats["bytes_limit"], stats["bytes_in_use"] + resident_bytes
-    reserved = step_temporary_bytes + 2 * step_input_bytes + int(FRAGMENTATION_MARGIN * limit)
+    reserved = step_temporary_bytes + 2 * step_input_bytes + margin(limit)
     free = limit - in_use - reserved
     log.info(
         "memory: limit %.2f GiB, weights and state %.2f, step temporaries %.2f, margin %.2f: "
@@ -152,7 +178,7 @@ def page_budget(
         limit / GIB,
         in_use / GIB,
         step_temporary_bytes / GIB,
-        FRAGMENTATION_MARGIN * limit / GIB,
+        margin(limit) / GIB,
         max(free, 0) / GIB,
     )
     if free <= 0:

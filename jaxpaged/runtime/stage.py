@@ -14,6 +14,7 @@ from jaxpaged.parallel.sharding import put
 from jaxpaged.runtime import sampler
 from jaxpaged.runtime.command_stream import CommandSender
 from jaxpaged.runtime.compilation import Executables
+from jaxpaged.runtime.memory import keep_holes
 from jaxpaged.runtime.plan import EnginePlan
 from jaxpaged.runtime.programs import (
     Embed,
@@ -48,6 +49,9 @@ class Stage:
         if model.mesh is not None and model.stores_to_peers:
             self._boxes, where_N2 = make_boxes(model.mesh)  # kept: programs know their addresses
             self.state = self.state.replace(peer_addresses_N2=where_N2)
+        if device.platform == "gpu":
+            here = self.state.last_token.sharding.addressable_devices
+            self._between_holes = [keep_holes(each) for each in here]
         self.followers = followers  # None: all devices of the mesh are this host's
         self._head_params = head_params(params) if model.is_last else None
 

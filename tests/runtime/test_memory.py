@@ -3,13 +3,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 
 from jaxpaged.config import GIB, EngineConfig
 from jaxpaged.runtime.memory import (
+    HOLE_BYTES,
+    HOLES,
     PageNeeds,
     check_model_len,
     claim_memory,
+    keep_holes,
     page_budget,
     report_outside_pool,
     scarcest_memory,
@@ -54,8 +58,10 @@ def budget(stats: dict[str, int] | None, **options: int | None) -> int:
 
 def test_budget_is_what_the_limit_leaves() -> None:
     stats = {"bytes_limit": 100 * GIB, "bytes_in_use": 40 * GIB}
-    assert budget(stats, step_temporary_bytes=5 * GIB, step_input_bytes=GIB) == 52 * GIB
-    assert budget(stats, resident_bytes=10 * GIB) == 49 * GIB
+    assert (
+        budget(stats, step_temporary_bytes=5 * GIB, step_input_bytes=GIB) == 52 * GIB - HOLE_BYTES
+    )
+    assert budget(stats, resident_bytes=10 * GIB) == 49 * GIB - HOLE_BYTES
     assert budget(stats, kv_cache_memory_bytes=123) == 123
     assert budget(None) == GIB
 
@@ -112,3 +118,12 @@ def test_the_fullest_device_counts() -> None:
     fullest = scarcest_memory([device(2), device(5), device(3)])
     assert fullest is not None and fullest["bytes_in_use"] == 5
     assert scarcest_memory([device(None)]) is None
+
+
+def test_holes_lie_between_arrays_that_stay() -> None:
+    before = {id(array) for array in jax.live_arrays()}
+    kept = keep_holes(jax.devices()[0])
+    new = [array for array in jax.live_arrays() if id(array) not in before]
+    assert sorted(array.nbytes for array in new) == sorted(array.nbytes for array in kept)
+    assert 2 * sum(array.nbytes for array in kept) == HOLE_BYTES
+    assert len(kept) == sum(count for count, _ in HOLES)
