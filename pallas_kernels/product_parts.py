@@ -25,17 +25,24 @@ EARLY_ROWS = 16  # of a program, for which what stands around a sum is loaded be
 
 
 def result_shapes(
-    shape: tuple[int, int], dtype: Any, *, blocks: int, begins_norm: bool
+    shape: tuple[int, int],
+    dtype: Any,
+    *,
+    blocks: int,
+    begins_norm: bool,
+    finds_largest: bool = False,
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Of the rows that a kernel makes, and of the first half of their norm if it begins it.
 
     Args:
-        blocks: parts of a row, each of which has its own sum of squares.
+        blocks: parts of a row, each of which has its own sum of squares and largest value.
     """
     outs = {"out": jax.ShapeDtypeStruct(shape, dtype)}
     if begins_norm:
         outs["next"] = outs["out"]
         outs["next_square"] = jax.ShapeDtypeStruct((blocks, shape[0]), jnp.float32)
+    if finds_largest:
+        outs["next_largest"] = jax.ShapeDtypeStruct((shape[0], blocks), jnp.float32)
     return outs
 
 
@@ -67,7 +74,7 @@ def call_by_name(
     )(*given.values())
     found = dict(zip(outs, results, strict=True))
     half = HalfNormed(found["next"], found["next_square"]) if "next" in found else None
-    return Rows(found["out"], half)
+    return Rows(found["out"], half, largest_TX=found.get("next_largest"))
 
 
 def gated(sums: jax.Array, axis: int, activation: str) -> jax.Array:
@@ -88,24 +95,29 @@ def row_squares(square_ref: Any, t_R: jax.Array) -> jax.Array:
     return pltriton.load(square_ref.at[x_X1, t_1R], mask=live_XR, other=0).sum(axis=0)
 
 
+def row_root(ref: Mapping[str, Any], t_R: jax.Array, eps: float) -> jax.Array:
+    """What a norm of rows [R] multiplies them by, for the sums of squares that are there."""
+    return lax.rsqrt(row_squares(ref["square"], t_R) / ref["x"].shape[1] + eps)
+
+
 def load_around(
     ref: Mapping[str, Any],
     t_R: jax.Array,
     f_W: jax.Array,
     at: tuple[jax.Array, jax.Array],
     live: jax.Array,
-    eps: float,
+    eps: float | None = None,
 ) -> dict[str, jax.Array]:
     """What stands around a sum, of what is there.
 
     Args:
         t_R, f_W: rows, and outputs before an activation.
         at, live: indices of the result, rows first, and which of them are there.
-        eps: of the norm that is completed.
+        eps: of the norm that is completed; None: that is done elsewhere.
     """
     found = {}
-    if "square" in ref:
-        found["root"] = lax.rsqrt(row_squares(ref["square"], t_R) / ref["x"].shape[1] + eps)
+    if "square" in ref and eps is not None:
+        found["root"] = row_root(ref, t_R, eps)
     if "bias" in ref:
         found["bias"] = ref["bias"][f_W].astype(jnp.float32)
     if "residual" in ref:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -84,16 +85,23 @@ class Fp8:
     def fused(
         self, rows: Rows, arrays: Mapping[str, jax.Array], around: Around, dtype: Any
     ) -> Rows | None:
-        """Rows are normalised and rounded by one kernel. Few are multiplied by another; of more,
-        XLA makes sums, and what follows those is rounded for the next product, too.
+        """Few rows are rounded by the kernel that multiplies them, if what made them tells their
+        largest values and has begun their norm; others are normalised and rounded by one kernel. Of
+        more rows, XLA makes sums, and what follows those is rounded for the next product, too.
         """
         norm, bias, activation, residual, next_norm = around
         if rows.x.shape[1] > MAX_WIDTH:
             return None
+        few = few_rows_fit(rows.x.shape, E4M3, arrays, activation)
+        multiply = partial(few_rows, arrays=arrays, dtype=dtype, finds_largest=True)
+        if few and rows.largest_TX is not None:
+            x = rows.x if norm is None else rows.half_normed
+            assert x is not None
+            return multiply(x, around=around, largest_TX=rows.largest_TX)
         q_TI, scale_T1 = rows.rounded or round_rows(rows.x, norm)
-        if few_rows_fit(q_TI.shape, E4M3, arrays, activation):
-            plain = around._replace(norm=None, next_norm=None)
-            return few_rows(q_TI, arrays, plain, scale_T1[:, 0], dtype=dtype)
+        if few:
+            plain = around._replace(norm=None)
+            return multiply(q_TI, around=plain, row_scale_T=scale_T1[:, 0])
         sums, scale = contract(q_TI, arrays[KERNEL], dtype=sum_dtype(dtype)), arrays["kernel_scale"]
         fits = sums.shape[-1] <= MAX_WIDTH
         if residual is not None and next_norm is not None and sums.ndim == 2 and fits:

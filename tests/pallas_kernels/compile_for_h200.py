@@ -214,8 +214,8 @@ QUANTIZED: tuple[tuple[int, int, str, str, int], ...] = (
 def compile_quantized(
     mesh: Mesh, T: int, D: int, F: int, kernel: str, rows: str, groups: int
 ) -> jax.stages.Compiled:
-    """A product that completes a norm, or one of rows rounded to e4m3; the widest is gated, the
-    others are added to a residual, where the next norm begins.
+    """A product that completes a norm, or one of rows rounded to e4m3, by itself where it can; the
+    widest is gated, the others are added to a residual, where the next norm begins.
     """
     sharding = NamedSharding(mesh, PartitionSpec())
 
@@ -226,9 +226,12 @@ def compile_quantized(
         x_TD: jax.Array, factor_D: jax.Array, kernel_FX: jax.Array, scale: jax.Array, **rest: Any
     ) -> Rows:
         norm, x, activation = Norm(factor_D, 1e-6, False), half_norm(x_TD, factor_D), None
-        if kernel == "float8_e4m3fn":
+        if kernel == "float8_e4m3fn" and groups > 1:
             x, scale_T1 = round_rows(x_TD, norm)
             rest["row_scale_T"] = scale_T1[:, 0]
+        elif kernel == "float8_e4m3fn":
+            rest["largest_TX"] = jnp.abs(x_TD.astype(jnp.float32)).reshape(T, -1, 64).max(-1)
+            rest["finds_largest"] = True
         if "residual_TF" not in rest:
             activation = "silu"
         return quantized_linear(

@@ -147,6 +147,44 @@ def test_few_rows_on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         )
 
 
+def test_8_bit_floats_of_few_rows_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three products in a row: what the first two make is rounded by those that multiply it."""
+    monkeypatch.setattr(fp8_module, "round_rows", partial(round_rows, interpret=True))
+    monkeypatch.setattr(
+        scheme_module, "quantized_linear", partial(quantized_linear, interpret=True)
+    )
+    x_TI, scheme = normal(5, 128).astype(jnp.bfloat16), Fp8()
+    wide, down, last = (
+        arranged(scheme.quantize(normal(*shape)), len(shape))
+        for shape in ((2, 64, 128), (128, 64), (64, 128))
+    )
+    norm, next_norm = (
+        Norm(jnp.asarray(RNG.uniform(0.5, 2, 128), jnp.bfloat16), 1e-6, plus_one=False)
+        for _ in range(2)
+    )
+    around = Around(norm, normal(2, 64).astype(jnp.bfloat16), "silu")
+    after = Around(residual=normal(5, 128).astype(jnp.bfloat16), next_norm=next_norm)
+
+    def products(x_TI: jax.Array) -> list[Any]:
+        gated = scheme.fused(Rows(x_TI), wide, around, jnp.bfloat16)
+        added = scheme.fused(gated, down, after, jnp.bfloat16)
+        return [gated.x, added.x, scheme.fused(added, last, Around(next_norm), jnp.bfloat16).x]
+
+    def plain(x_TI: jax.Array) -> list[Any]:
+        y = scheme.product(rms_norm(x_TI, norm).astype(jnp.bfloat16), wide, jnp.float32)
+        y = finished(y, jnp.bfloat16, around.bias, "silu")
+        z = after.residual + scheme.product(y, down, jnp.float32).astype(jnp.bfloat16)
+        normed = rms_norm(z, next_norm).astype(jnp.bfloat16)
+        return [y, z, scheme.product(normed, last, jnp.bfloat16)]
+
+    for got, wanted in zip(products(x_TI), plain(x_TI), strict=True):
+        got, want = np.asarray(got, float), np.asarray(wanted, float)
+        assert np.abs(got - want).max() < 5e-2 * np.abs(want).max()
+        assert np.abs(got - want).mean() < 2e-2 * np.abs(want).mean()
+    jaxpr = str(jax.make_jaxpr(products)(x_TI))
+    assert (jaxpr.count("name=quantized_linear"), jaxpr.count("name=round_rows")) == (3, 1)
+
+
 @pytest.mark.parametrize(
     "name", [name for name, scheme in SCHEMES.items() if isinstance(scheme, WeightOnly)]
 )
