@@ -279,24 +279,26 @@ def _kernel(
     def measure_rows() -> tuple[jax.Array, jax.Array]:
         """What rows that are rounded here are multiplied by, and what their sums are."""
         X = ref["largest"].shape[1]
-        largest_R = jnp.zeros((R,), jnp.float32)
+        width = min(MAX_PARTS, pl.next_power_of_2(X))
+        largest_RX = jnp.zeros((R, width), jnp.float32)
+        for start in range(0, X, width):
+            x_1X = start + jnp.arange(width)[None, :]
+            at, live_RX = (t_R[:, None], x_1X), (t_R[:, None] < T) & (x_1X < X)
+            own_RX = pltriton.load(ref["largest"].at[at], mask=live_RX, other=0)
+            largest_RX = jnp.maximum(largest_RX, own_RX)
+        scale_R = row_scale(largest_RX.max(axis=1))
         root_R = row_root(ref, t_R, eps) if "square" in ref else 1.0
-        for start in range(0, X, MAX_PARTS):
-            x_1X = start + jnp.arange(min(MAX_PARTS, pl.next_power_of_2(X - start)))[None, :]
-            live_RX = (t_R[:, None] < T) & (x_1X < X)
-            own_RX = pltriton.load(ref["largest"].at[t_R[:, None], x_1X], mask=live_RX, other=0)
-            largest_R = jnp.maximum(largest_R, own_RX.max(axis=1))
-        scale_R = row_scale(largest_R)
         return 1 / scale_R, scale_R * root_R
 
     def add_rounded(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        sum_WR, inverse_R, factor_R = carry
+        sum_WR, x_RC, inverse_R, factor_R = carry
         d_C = i * C + jnp.arange(C)
-        words_WC, x_RC = ref["kernel"][f_W[:, None], d_C[None, :]], rows(d_C)
+        words_WC = ref["kernel"][f_W[:, None], d_C[None, :]]
+        following_RC = rows(jnp.minimum(i + 1, end - 1) * C + jnp.arange(C))
         # In the first step, when weights are on their way.
         inverse_R, factor_R = lax.cond(i == first, measure_rows, lambda: (inverse_R, factor_R))
         q_RC = (x_RC.astype(jnp.float32) * inverse_R[:, None]).astype(E4M3)
-        return sum_WR + _dot(words_WC, q_RC), inverse_R, factor_R
+        return sum_WR + _dot(words_WC, q_RC), following_RC, inverse_R, factor_R
 
     def add_product(i: jax.Array, sum_WR: jax.Array) -> jax.Array:
         x_X, run = jnp.arange(C // parts), RUN // parts
@@ -347,7 +349,8 @@ def _kernel(
     sum_WR = jnp.zeros((W, R), jnp.float32)
     if rounds:
         one_R = jnp.ones((R,), jnp.float32)
-        sum_WR, _, factor_R = lax.fori_loop(first, end, add_rounded, (sum_WR, one_R, one_R))
+        carry = (sum_WR, rows(first * C + jnp.arange(C)), one_R, one_R)
+        sum_WR, _, _, factor_R = lax.fori_loop(first, end, add_rounded, carry)
     elif groups == 1:
         sum_WR = lax.fori_loop(first, end, add_product, sum_WR)
     else:
