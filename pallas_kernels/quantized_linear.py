@@ -44,6 +44,7 @@ from pallas_kernels.wide_integers import ELEMENT, PACKED, RUN, WIDE, packed, uni
 
 MAX_ROWS = 64  # beyond, widening the kernel once for all rows costs less
 MAX_E4M3_ROWS = 16  # of rows in e4m3, which cuBLASLt multiplies as they are
+MAX_ROUNDED_ROWS = 8  # of rows that are rounded on the way and not before, where that is faster
 MAX_PARTS = 128  # of a row, whose largest values are read at once
 E4M3 = jnp.float8_e4m3fn
 
