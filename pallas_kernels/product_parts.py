@@ -87,17 +87,17 @@ def gated(sums: jax.Array, axis: int, activation: str) -> jax.Array:
     return ACTIVATIONS[activation](gate) * up
 
 
-def row_squares(square_ref: Any, t_R: jax.Array) -> jax.Array:
-    """Sums of squares of rows [R], 0 for those that are not there."""
+def load_squares(square_ref: Any, t_R: jax.Array) -> jax.Array:
+    """Sums of squares [X, R] of X parts of rows, 0 for those that are not there."""
     X, T = square_ref.shape
     x_X1, t_1R = jnp.arange(pl.next_power_of_2(X))[:, None], t_R[None, :]
     live_XR = (x_X1 < X) & (t_1R < T)
-    return pltriton.load(square_ref.at[x_X1, t_1R], mask=live_XR, other=0).sum(axis=0)
+    return pltriton.load(square_ref.at[x_X1, t_1R], mask=live_XR, other=0)
 
 
-def row_root(ref: Mapping[str, Any], t_R: jax.Array, eps: float) -> jax.Array:
-    """What a norm of rows [R] multiplies them by, for the sums of squares that are there."""
-    return lax.rsqrt(row_squares(ref["square"], t_R) / ref["x"].shape[1] + eps)
+def row_root(square_XR: jax.Array, D: int, eps: float) -> jax.Array:
+    """What a norm multiplies rows [R] of D terms by."""
+    return lax.rsqrt(square_XR.sum(axis=0) / D + eps)
 
 
 def load_around(
@@ -117,7 +117,8 @@ def load_around(
     """
     found = {}
     if "square" in ref and eps is not None:
-        found["root"] = row_root(ref, t_R, eps)
+        square_XR = load_squares(ref["square"], t_R)
+        found["root"] = row_root(square_XR, ref["x"].shape[1], eps)
     if "bias" in ref:
         found["bias"] = ref["bias"][f_W].astype(jnp.float32)
     if "residual" in ref:

@@ -16,7 +16,7 @@ the first and completed by the second, as in small_batch_linear.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -33,6 +33,7 @@ from pallas_kernels.product_parts import (
     call_by_name,
     gated,
     load_around,
+    load_squares,
     result_shapes,
     row_root,
     share_sum,
@@ -43,6 +44,7 @@ from pallas_kernels.wide_integers import ELEMENT, PACKED, RUN, WIDE, packed, uni
 
 MAX_ROWS = 64  # beyond, widening the kernel once for all rows costs less
 MAX_E4M3_ROWS = 16  # of rows in e4m3, which cuBLASLt multiplies as they are
+MAX_ROUNDED_ROWS = 8  # of rows that are rounded on the way and not before, where that is faster
 MAX_PARTS = 128  # of a row, whose largest values are read at once
 E4M3 = jnp.float8_e4m3fn
 
@@ -276,19 +278,24 @@ def _kernel(
         live_RC = jnp.broadcast_to(t_R[:, None] < T, (R, d_C.size))
         return pltriton.load(ref["x"].at[t_R[:, None], d_C[None, :]], mask=live_RC)
 
-    def measure_rows() -> tuple[jax.Array, jax.Array]:
-        """What rows that are rounded here are multiplied by, and what their sums are."""
+    def load_parts() -> tuple[list[jax.Array], jax.Array | None]:
+        """Of rows that are rounded here: the largest values of their parts, and their squares."""
         X = ref["largest"].shape[1]
         width = min(MAX_PARTS, pl.next_power_of_2(X))
-        largest_RX = jnp.zeros((R, width), jnp.float32)
+        largest = []
         for start in range(0, X, width):
             x_1X = start + jnp.arange(width)[None, :]
             at, live_RX = (t_R[:, None], x_1X), (t_R[:, None] < T) & (x_1X < X)
-            own_RX = pltriton.load(ref["largest"].at[at], mask=live_RX, other=0)
-            largest_RX = jnp.maximum(largest_RX, own_RX)
-        scale_R = row_scale(largest_RX.max(axis=1))
-        root_R = row_root(ref, t_R, eps) if "square" in ref else 1.0
-        return 1 / scale_R, scale_R * root_R
+            largest.append(pltriton.load(ref["largest"].at[at], mask=live_RX, other=0))
+        return largest, load_squares(ref["square"], t_R) if "square" in ref else None
+
+    def measure_rows(
+        largest: list[jax.Array], square_XR: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """What rows that are rounded here are multiplied by, and what their sums are."""
+        scale_R = row_scale(reduce(jnp.maximum, largest).max(axis=1))
+        factor_R = scale_R if square_XR is None else scale_R * row_root(square_XR, D, eps)
+        return 1 / scale_R, factor_R
 
     def add_rounded(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         sum_WR, x_RC, inverse_R, factor_R = carry
@@ -296,7 +303,8 @@ def _kernel(
         words_WC = ref["kernel"][f_W[:, None], d_C[None, :]]
         following_RC = rows(jnp.minimum(i + 1, end - 1) * C + jnp.arange(C))
         # In the first step, when weights are on their way.
-        inverse_R, factor_R = lax.cond(i == first, measure_rows, lambda: (inverse_R, factor_R))
+        measure = partial(measure_rows, *parts_of_rows)
+        inverse_R, factor_R = lax.cond(i == first, measure, lambda: (inverse_R, factor_R))
         q_RC = (x_RC.astype(jnp.float32) * inverse_R[:, None]).astype(E4M3)
         return sum_WR + _dot(words_WC, q_RC), following_RC, inverse_R, factor_R
 
@@ -344,6 +352,7 @@ def _kernel(
             found["row_scale"] = ref["row_scale"][at_R]
         return found
 
+    parts_of_rows = load_parts() if rounds else ([], None)
     # Of few rows it is there when the sum is, of more it would take too many registers.
     early = load() if R <= EARLY_ROWS else {}
     sum_WR = jnp.zeros((W, R), jnp.float32)
