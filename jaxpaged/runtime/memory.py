@@ -24,8 +24,8 @@ ALIGNMENT = 256  # bytes; of XLA's allocator
 # Pinned host memory that XLA may take: weights with what does not fit between them, and the rest of
 # the last layer and arrays on their way (GiB). It grows by doubling, so the limit is what it takes.
 HOST_HOLES, HOST_OTHERS = 1.1, 8
-# Places kept free for small arrays: how many, of how many bytes. For what is sampled, for the host's
-# input, and for hidden states on their way to another stage.
+# Places kept free for small arrays: how many, of how many bytes. For what is sampled, for the
+# input of the host, and for hidden states on their way to another stage.
 HOLES = ((32, 8 << 10), (8, 512 << 10), (4, 4 << 20))
 HOLE_BYTES = 2 * sum(count * size for count, size in HOLES)  # with what lies between
 
