@@ -87,16 +87,8 @@ def gated(sums: jax.Array, axis: int, activation: str) -> jax.Array:
     return ACTIVATIONS[activation](gate) * up
 
 
-def load_squares(square_ref: Any, t_R: jax.Array) -> jax.Array:
-    """Sums of squares [X, R] of X parts of rows, 0 for those that are not there."""
-    X, T = square_ref.shape
-    x_X1, t_1R = jnp.arange(pl.next_power_of_2(X))[:, None], t_R[None, :]
-    live_XR = (x_X1 < X) & (t_1R < T)
-    return pltriton.load(square_ref.at[x_X1, t_1R], mask=live_XR, other=0)
-
-
 def row_root(square_XR: jax.Array, D: int, eps: float) -> jax.Array:
-    """What a norm multiplies rows [R] of D terms by."""
+    """What a norm multiplies rows [R] of D terms by, of the sums of squares of their X parts."""
     return lax.rsqrt(square_XR.sum(axis=0) / D + eps)
 
 
@@ -106,19 +98,19 @@ def load_around(
     f_W: jax.Array,
     at: tuple[jax.Array, jax.Array],
     live: jax.Array,
-    eps: float | None = None,
 ) -> dict[str, jax.Array]:
     """What stands around a sum, of what is there.
 
     Args:
         t_R, f_W: rows, and outputs before an activation.
         at, live: indices of the result, rows first, and which of them are there.
-        eps: of the norm that is completed; None: that is done elsewhere.
     """
     found = {}
-    if "square" in ref and eps is not None:
-        square_XR = load_squares(ref["square"], t_R)
-        found["root"] = row_root(square_XR, ref["x"].shape[1], eps)
+    if "square" in ref:  # added up after the sum: until then nobody waits for them
+        X, T = ref["square"].shape
+        x_X1, t_1R = jnp.arange(pl.next_power_of_2(X))[:, None], t_R[None, :]
+        live_XR = (x_X1 < X) & (t_1R < T)
+        found["square"] = pltriton.load(ref["square"].at[x_X1, t_1R], mask=live_XR, other=0)
     if "bias" in ref:
         found["bias"] = ref["bias"][f_W].astype(jnp.float32)
     if "residual" in ref:

@@ -33,7 +33,6 @@ from pallas_kernels.product_parts import (
     call_by_name,
     gated,
     load_around,
-    load_squares,
     result_shapes,
     row_root,
     share_sum,
@@ -278,24 +277,22 @@ def _kernel(
         live_RC = jnp.broadcast_to(t_R[:, None] < T, (R, d_C.size))
         return pltriton.load(ref["x"].at[t_R[:, None], d_C[None, :]], mask=live_RC)
 
-    def load_parts() -> tuple[list[jax.Array], jax.Array | None]:
-        """Of rows that are rounded here: the largest values of their parts, and their squares."""
+    def load_largest() -> list[jax.Array]:
+        """Of the parts of rows that are rounded here."""
         X = ref["largest"].shape[1]
         width = min(MAX_PARTS, pl.next_power_of_2(X))
-        largest = []
+        found = []
         for start in range(0, X, width):
             x_1X = start + jnp.arange(width)[None, :]
             at, live_RX = (t_R[:, None], x_1X), (t_R[:, None] < T) & (x_1X < X)
-            largest.append(pltriton.load(ref["largest"].at[at], mask=live_RX, other=0))
-        return largest, load_squares(ref["square"], t_R) if "square" in ref else None
+            found.append(pltriton.load(ref["largest"].at[at], mask=live_RX, other=0))
+        return found
 
-    def measure_rows(
-        largest: list[jax.Array], square_XR: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
+    def measure_rows() -> tuple[jax.Array, jax.Array]:
         """What rows that are rounded here are multiplied by, and what their sums are."""
         scale_R = row_scale(reduce(jnp.maximum, largest).max(axis=1))
-        factor_R = scale_R if square_XR is None else scale_R * row_root(square_XR, D, eps)
-        return 1 / scale_R, factor_R
+        root_R = row_root(early["square"], D, eps) if "square" in early else 1.0
+        return 1 / scale_R, scale_R * root_R
 
     def add_rounded(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         sum_WR, x_RC, inverse_R, factor_R = carry
@@ -303,8 +300,7 @@ def _kernel(
         words_WC = ref["kernel"][f_W[:, None], d_C[None, :]]
         following_RC = rows(jnp.minimum(i + 1, end - 1) * C + jnp.arange(C))
         # In the first step, when weights are on their way.
-        measure = partial(measure_rows, *parts_of_rows)
-        inverse_R, factor_R = lax.cond(i == first, measure, lambda: (inverse_R, factor_R))
+        inverse_R, factor_R = lax.cond(i == first, measure_rows, lambda: (inverse_R, factor_R))
         q_RC = (x_RC.astype(jnp.float32) * inverse_R[:, None]).astype(E4M3)
         return sum_WR + _dot(words_WC, q_RC), following_RC, inverse_R, factor_R
 
@@ -345,16 +341,16 @@ def _kernel(
     at_BR, live_BR = (t_R[None, :], f_B[:, None]), jnp.broadcast_to(t_R[None, :] < T, (B, R))
 
     def load() -> dict[str, jax.Array]:
-        found = load_around(ref, t_R, f_W, at_BR, live_BR, None if rounds else eps)
+        found = load_around(ref, t_R, f_W, at_BR, live_BR)
         if groups == 1:
             found |= load_group(jnp.int32(0))
         if "row_scale" in ref:
             found["row_scale"] = ref["row_scale"][at_R]
         return found
 
-    parts_of_rows = load_parts() if rounds else ([], None)
     # Of few rows it is there when the sum is, of more it would take too many registers.
-    early = load() if R <= EARLY_ROWS else {}
+    early = load() if R <= EARLY_ROWS or rounds else {}
+    largest = load_largest() if rounds else []
     sum_WR = jnp.zeros((W, R), jnp.float32)
     if rounds:
         one_R = jnp.ones((R,), jnp.float32)
@@ -374,10 +370,10 @@ def _kernel(
             sum_WR *= (around["scale"] * (1 / one))[:, None]
         if rounds:
             sum_WR *= factor_R[None, :]
+        elif "square" in around:
+            sum_WR *= row_root(around["square"], D, eps)[None, :]
         if "row_scale" in ref:
             sum_WR *= around["row_scale"][None, :]
-        if "root" in around:
-            sum_WR *= around["root"][None, :]
         if "bias" in ref:
             sum_WR += around["bias"][:, None]
         y_BR = sum_WR if activation is None else gated(sum_WR, 0, activation)

@@ -30,6 +30,7 @@ from pallas_kernels.product_parts import (
     gated,
     load_around,
     result_shapes,
+    row_root,
     share_sum,
 )
 from pallas_kernels.rms_norm import HalfNormed, Rows
@@ -198,7 +199,7 @@ def _kernel(
 
     at_RB, live_RB = (t_R1, f_B[None, :]), jnp.broadcast_to(t_R1 < T, (R, B))
 
-    load = partial(load_around, ref, jnp.arange(R), column_W, at_RB, live_RB, eps)
+    load = partial(load_around, ref, jnp.arange(R), column_W, at_RB, live_RB)
     # Of few rows it is there when the sum is, of more it would take too many registers.
     early = load() if R <= EARLY_ROWS else {}
     sum_RW = lax.fori_loop(0, steps, step, jnp.zeros((R, w_W.size), jnp.float32))
@@ -206,7 +207,7 @@ def _kernel(
     def finish(sum_RW: jax.Array) -> None:
         around = early or load()
         if "square" in ref:
-            sum_RW *= around["root"][:, None]
+            sum_RW *= row_root(around["square"], D, eps)[:, None]
         if "bias" in ref:
             sum_RW += around["bias"][None, :]
         y_RB = sum_RW if activation is None else gated(sum_RW, 1, activation)

@@ -89,7 +89,8 @@ def keep_holes(device: jax.Device) -> list[jax.Array]:
     temporaries of the next step begin behind it: somewhere else than those of the step before. A
     GPU is then given its graph anew at every step, which takes the host 1 to 3 ms for 28 layers.
     """
-    holes, between = [], []
+    holes: list[jax.Array] = []
+    between: list[jax.Array] = []
     for count, size in HOLES:
         for _ in range(count):
             for places in (holes, between):  # of one size: neighbours wherever there is room
