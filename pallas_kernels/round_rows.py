@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial, reduce
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
@@ -29,20 +31,24 @@ LARGEST = 448.0  # of e4m3
 SMALLEST = 2.0**-100  # rows of nothing larger do not fill e4m3's range
 MAX_WIDTH = 32768  # of a row, which a program holds in its registers
 PER_CORE = 2  # programs that share rows and run at once on a multiprocessor, by their registers
-AHEAD = 10  # arrays of two inputs that a program asks for at once, by its registers
+AHEAD = 4  # arrays of each input that a program asks for at once
 EMPTY = -1  # the sign bit is set, as in no largest value, NaN or not
 
 # The compiler takes an instruction or more for each value, some at a quarter of the rate.
 _TO_BFLOAT16 = "cvt.rn.bf16x2.f32 $0, $2, $1;"
 _TO_FLOAT32 = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
-# x / (1 + 2^(-x log2(e))), at most 2^-16 off: bfloat16 has 2^-9.
-_SILU = """
+# 1 / (1 + 2^(-x log2(e))), at most 2^-16 off: bfloat16 has 2^-9.
+_SIGMOID = """
 mul.f32 $0, $1, 0fBFB8AA3B;
 ex2.approx.ftz.f32 $0, $0;
 add.f32 $0, $0, 0f3F800000;
 rcp.approx.ftz.f32 $0, $0;
-mul.f32 $0, $0, $1;
 """
+# Activations that are products with a sigmoid of this.
+GATED_BY: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": lambda x: x,
+    "gelu_pytorch_tanh": lambda x: x * (2 * (2 / np.pi) ** 0.5 * (1 + 0.044715 * x * x)),
+}
 
 Loads = list[jax.Array]
 
@@ -295,19 +301,16 @@ def _load(ref: Any, live_B: jax.Array, *, once: bool = False) -> jax.Array:
     return pltriton.load(ref, mask=live_B, other=0, eviction_policy=policy)
 
 
-def _ahead(
-    loads: Iterable[Loads], columns: list[jax.Array], ref: Mapping[str, Any], on_card: bool
-) -> Iterable[Loads]:
-    """Loads of each column, asked for before anything waits for one of them, which the compiler
-    would not do. Not where they would take registers that a second program needs.
+def _ahead(loads: Iterable[Loads], on_card: bool) -> Iterable[Loads]:
+    """Loads, the first of which are asked for before anything waits for one of them. The compiler
+    would ask for fewer; of all together it often takes so many registers that a multiprocessor has
+    no room for a second program.
     """
-    most = AHEAD // 2 if "largest" in ref else AHEAD
-    small = ref["sums"].dtype.itemsize == 2 and "bias" not in ref and len(columns) <= most
-    if not on_card or not small:
-        return loads
-    loads = list(loads)
-    pltriton.debug_barrier()
-    return loads
+    rest = iter(loads)
+    first = list(islice(rest, AHEAD))
+    if on_card:
+        pltriton.debug_barrier()  # which loads do not pass
+    return chain(first, rest)
 
 
 def _by_code(x_B: jax.Array, code: str, constraints: str, dtype: Any, pack: int = 2) -> jax.Array:
@@ -337,9 +340,10 @@ def _wide(x_B: jax.Array, on_card: bool) -> jax.Array:
 
 
 def _activated(gate_B: jax.Array, activation: str, on_card: bool) -> jax.Array:
-    if not on_card or activation != "silu":
+    if not on_card or activation not in GATED_BY:
         return ACTIVATIONS[activation](gate_B)
-    return _by_code(gate_B, _SILU, "=&f,f", jnp.float32, pack=1)
+    sigmoid_of_B = GATED_BY[activation](gate_B)
+    return gate_B * _by_code(sigmoid_of_B, _SIGMOID, "=&f,f", jnp.float32, pack=1)
 
 
 def _scaled(
@@ -389,7 +393,7 @@ def _gated_row(
         for d_B in columns
     )
     values = []
-    for d_B, pair in zip(columns, _ahead(sums, columns, ref, on_card), strict=True):
+    for d_B, pair in zip(columns, _ahead(sums, on_card), strict=True):
         gate_B, up_B = (
             _wide(_scaled(sums_B, ref, t, (which, d_B), d_B < F, dtype, on_card), on_card)
             for which, sums_B in enumerate(pair)
@@ -409,9 +413,7 @@ def _added_row(
     )
     made = [
         _scaled(sums_B, ref, t, (d_B,), d_B < D, ref["made"].dtype, on_card) + residual_B
-        for d_B, (sums_B, residual_B) in zip(
-            columns, _ahead(pairs, columns, ref, on_card), strict=True
-        )
+        for d_B, (sums_B, residual_B) in zip(columns, _ahead(pairs, on_card), strict=True)
     ]
     values = _normed(made, columns, ref, eps=eps, plus_one=plus_one, on_card=on_card)
     for d_B, x_B in zip(columns, made, strict=True):  # no load has to wait for these

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from jaxpaged.quantization import finished
 from jaxpaged.quantization.fp8 import quantize_rows
 from pallas_kernels import round_rows as module
+from pallas_kernels.product_parts import ACTIVATIONS
 from pallas_kernels.rms_norm import Norm, rms_norm
 from pallas_kernels.round_rows import (
     MAX_WIDTH,
@@ -84,6 +86,13 @@ def test_sums_are_those_of_the_plain_way(with_bias: bool, dtype: str, D: int) ->
     np.testing.assert_allclose(*plain, rtol=1e-2 if dtype == "bfloat16" else 1e-6, atol=1e-2)
     np.testing.assert_allclose(scale_T1[:, 0], want_T, rtol=1e-2)
     assert (np.asarray(found, np.float32) != np.asarray(want, np.float32)).mean() < 0.1
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+def test_activations_on_the_card_are_products_with_a_sigmoid(activation: str) -> None:
+    x = jnp.linspace(-12, 12, 1000)
+    found = x * jax.nn.sigmoid(module.GATED_BY[activation](x))
+    np.testing.assert_allclose(found, ACTIVATIONS[activation](x), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("largest", [0.0, 1e-37, 1e-36, 1e-20, 1e30])
