@@ -10,12 +10,14 @@ one array serves all calls of a program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial, reduce
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
@@ -26,12 +28,29 @@ from pallas_kernels.rms_norm import Norm, Rounded, Rows
 
 E4M3 = jnp.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
+SMALLEST = 2.0**-100  # rows of nothing larger do not fill e4m3's range
 MAX_WIDTH = 32768  # of a row, which a program holds in its registers
 PER_CORE = 2  # programs that share rows and run at once on a multiprocessor, by their registers
+AHEAD = 4  # arrays of each input that a program asks for at once
 EMPTY = -1  # the sign bit is set, as in no largest value, NaN or not
 
-# Two float32s by one instruction, where the compiler takes one each, at a quarter of its rate.
+# The compiler takes an instruction or more for each value, some at a quarter of the rate.
 _TO_BFLOAT16 = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+_TO_FLOAT32 = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+# 1 / (1 + 2^(-x log2(e))), at most 2^-16 off: bfloat16 has 2^-9.
+_SIGMOID = """
+mul.f32 $0, $1, 0fBFB8AA3B;
+ex2.approx.ftz.f32 $0, $0;
+add.f32 $0, $0, 0f3F800000;
+rcp.approx.ftz.f32 $0, $0;
+"""
+# Activations that are products with a sigmoid of this.
+GATED_BY: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": lambda x: x,
+    "gelu_pytorch_tanh": lambda x: x * (2 * (2 / np.pi) ** 0.5 * (1 + 0.044715 * x * x)),
+}
+
+Loads = list[jax.Array]
 
 
 class Layout(NamedTuple):
@@ -54,6 +73,12 @@ def row_layout(D: int) -> Layout:
     return Layout(block, min(16, max(4, block // 1024)))
 
 
+def added_layout(D: int) -> Layout:
+    """A program a row; a thread has four neighbours of each array (H200)."""
+    num_warps = min(16, max(4, pl.next_power_of_2(D) // 1024))
+    return Layout(4 * 32 * num_warps, num_warps)
+
+
 def gated_layout(T: int, F: int) -> Layout:
     """A thread has four neighbours of each array, all of whose scales it reads at once (H200)."""
     programs = 1
@@ -71,15 +96,21 @@ def most_sharing() -> int:
 
 
 def row_scale(largest: jax.Array) -> jax.Array:
-    """What values are divided by; zeros stay zeros. A product, since compilers take the freedom to
-    make one of a quotient by a constant, or not, and a row must not depend on that.
+    """What values are divided by; zeros stay zeros, and there is a reciprocal. A product, since
+    compilers take the freedom to make one of a quotient by a constant, or not, and a row must not
+    depend on that.
     """
-    return jnp.where(largest > 0, largest * (1 / LARGEST), 1.0)
+    return jnp.where(largest > 0, jnp.maximum(largest, SMALLEST) * (1 / LARGEST), 1.0)
 
 
-def to_e4m3(x: jax.Array) -> jax.Array:
-    """A quotient may come out a bit above the largest, which is no number in e4m3."""
-    return jnp.clip(x, -LARGEST, LARGEST).astype(E4M3)
+def to_e4m3(x: jax.Array, scale: jax.Array, *, clip: bool = True) -> jax.Array:
+    """Values times a scale's reciprocal: a division each would take longer than all else.
+
+    Args:
+        clip: what comes out a bit above the largest, which is no number in e4m3.
+    """
+    x *= 1 / scale
+    return (jnp.clip(x, -LARGEST, LARGEST) if clip else x).astype(E4M3)
 
 
 def round_rows(x_TD: jax.Array, norm: Norm | None = None, *, interpret: bool = False) -> Rounded:
@@ -164,13 +195,14 @@ def round_added(
     row = partial(_added_row, eps=norm.eps, plus_one=norm.plus_one, on_card=not interpret)
     name = "round_added"
     rounded, (x_TD,) = _round(
-        row, operands, sums_TD.shape, name, interpret, made_dtype=residual_TD.dtype
-    )
+        row, operands, sums_TD.shape, name, interpret,
+        made_dtype=residual_TD.dtype, layout=added_layout(sums_TD.shape[1]),
+    )  # fmt: skip
     return Rows(x_TD, rounded=rounded)
 
 
 def _round(
-    row: Callable[..., jax.Array],
+    row: Callable[..., list[jax.Array]],
     operands: Mapping[str, jax.Array | None],
     shape: tuple[int, ...],
     name: str,
@@ -182,7 +214,7 @@ def _round(
     """Round each row, and keep in `made_dtype` what it was before its norm.
 
     Args:
-        row: (refs by name, t, d_B, which of them are there): float32 [B], and may fill "made".
+        row: (refs by name, t, columns [B] of some arrays): those arrays, and may fill "made".
         layout: None: `row_layout`.
     """
     T, D = shape
@@ -218,7 +250,7 @@ def _round(
 
 def _kernel(
     *refs: Any,
-    row: Callable[..., jax.Array],
+    row: Callable[..., list[jax.Array]],
     names: tuple[str, ...],
     block: int,
     programs: int,
@@ -227,16 +259,20 @@ def _kernel(
     ref = dict(zip(names, refs, strict=True))
     D = ref["q"].shape[1]
     pid = let_next_start(pl.program_id(0), on_card)
+    # Offsets then cannot overflow, and those of columns become parts of instructions.
+    pid &= pl.next_power_of_2(programs * ref["q"].shape[0]) - 1
     t, part = lax.div(pid, programs), lax.rem(pid, programs)
     blocks = pl.cdiv(D, programs * block)
     columns = [(part * blocks + i) * block + jnp.arange(block) for i in range(blocks)]
-    values = [row(ref, t, d_B, d_B < D) for d_B in columns]
-    largest = jnp.max(reduce(jnp.maximum, map(jnp.abs, values)))
+    values = row(ref, t, columns)
+    largest = jnp.max(_wide(reduce(jnp.maximum, map(jnp.abs, values)), on_card))
     if programs > 1:
         largest = _largest_of_row(largest, ref["largest"], t, part)
     scale = row_scale(largest)
     for d_B, x_B in zip(columns, values, strict=True):
-        pltriton.store(ref["q"].at[t, d_B], to_e4m3(x_B / scale), mask=d_B < D)
+        # The card's own conversion clips, and keeps NaN.
+        q_B = to_e4m3(_wide(x_B, on_card), scale, clip=not on_card)
+        pltriton.store(ref["q"].at[t, d_B], q_B, mask=d_B < D)
     ref["q_scale"][t, 0] = scale
 
 
@@ -257,74 +293,129 @@ def _largest_of_row(largest: jax.Array, place_ref: Any, t: jax.Array, part: jax.
     return lax.bitcast_convert_type(word_P.max(), jnp.float32)
 
 
-def _load(ref: Any, live_B: jax.Array) -> jax.Array:
-    return pltriton.load(ref, mask=live_B, other=0).astype(jnp.float32)
+def _load(ref: Any, live_B: jax.Array, *, once: bool = False) -> jax.Array:
+    """Args:
+    once: it is not needed again, unlike what all rows have in common.
+    """
+    policy = "evict_first" if once else None
+    return pltriton.load(ref, mask=live_B, other=0, eviction_policy=policy)
+
+
+def _ahead(loads: Iterable[Loads], on_card: bool) -> Iterable[Loads]:
+    """Loads, the first of which are asked for before anything waits for one of them. The compiler
+    would ask for fewer; of all together it often takes so many registers that a multiprocessor has
+    no room for a second program.
+    """
+    rest = iter(loads)
+    first = list(islice(rest, AHEAD))
+    if on_card:
+        pltriton.debug_barrier()  # which loads do not pass
+    return chain(first, rest)
+
+
+def _by_code(x_B: jax.Array, code: str, constraints: str, dtype: Any, pack: int = 2) -> jax.Array:
+    """What the card's instructions make of so many values at once."""
+    (y_B,) = pltriton.elementwise_inline_asm(
+        code,
+        args=(x_B,),
+        constraints=constraints,
+        pack=pack,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x_B.shape, dtype)],
+    )
+    return y_B
 
 
 def _cast(x_B: jax.Array, dtype: Any, on_card: bool) -> jax.Array:
     """Float32s rounded to some dtype."""
     if not on_card or dtype != jnp.bfloat16:
         return x_B.astype(dtype)
-    (y_B,) = pltriton.elementwise_inline_asm(
-        _TO_BFLOAT16,
-        args=(x_B,),
-        constraints="=r,f,f",
-        pack=2,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x_B.shape, dtype)],
-    )
-    return y_B
+    return _by_code(x_B, _TO_BFLOAT16, "=r,f,f", dtype)
+
+
+def _wide(x_B: jax.Array, on_card: bool) -> jax.Array:
+    """As float32s."""
+    if not on_card or x_B.dtype != jnp.bfloat16:
+        return x_B.astype(jnp.float32)
+    return _by_code(x_B, _TO_FLOAT32, "=&f,=f,r", jnp.float32)
+
+
+def _activated(gate_B: jax.Array, activation: str, on_card: bool) -> jax.Array:
+    if not on_card or activation not in GATED_BY:
+        return ACTIVATIONS[activation](gate_B)
+    sigmoid_of_B = GATED_BY[activation](gate_B)
+    return gate_B * _by_code(sigmoid_of_B, _SIGMOID, "=&f,f", jnp.float32, pack=1)
 
 
 def _scaled(
-    ref: Mapping[str, Any], t: jax.Array, at: tuple[Any, ...], live_B: jax.Array, dtype: Any,
-    on_card: bool,
+    sums_B: jax.Array, ref: Mapping[str, Any], t: jax.Array, at: tuple[Any, ...], live_B: jax.Array,
+    dtype: Any, on_card: bool,
 ) -> jax.Array:  # fmt: skip
     """Sums of a row at these outputs, scaled, with their bias."""
-    scale = ref["row_scale"][t, 0]
-    y_B = _load(ref["sums"].at[t, *at], live_B) * scale * _load(ref["scale"].at[at], live_B)
+    y_B = _wide(sums_B, on_card) * ref["row_scale"][t, 0] * _load(ref["scale"].at[at], live_B)
     y_B = _cast(y_B, dtype, on_card)
     if "bias" in ref:
-        y_B += pltriton.load(ref["bias"].at[at], mask=live_B, other=0)
+        y_B += _load(ref["bias"].at[at], live_B)
     return y_B
 
 
 def _normed(
-    x_B: jax.Array, ref: Mapping[str, Any], d_B: jax.Array, live_B: jax.Array,
-    eps: float, plus_one: bool, on_card: bool,
-) -> jax.Array:  # fmt: skip
+    values: list[jax.Array], columns: list[jax.Array], ref: Mapping[str, Any], *, eps: float,
+    plus_one: bool, on_card: bool,
+) -> list[jax.Array]:  # fmt: skip
     """A row of some dtype, normalised and rounded to it."""
-    wide_B = x_B.astype(jnp.float32)
-    wide_B *= lax.rsqrt(jnp.square(wide_B).sum() / ref["q"].shape[1] + eps)
-    wide_B *= _load(ref["factor"].at[d_B], live_B) + plus_one
-    return _cast(wide_B, x_B.dtype, on_card)
+    D, dtype = ref["q"].shape[1], values[0].dtype
+    factors = [_wide(_load(ref["factor"].at[d_B], d_B < D), on_card) for d_B in columns]
+    wide = [_wide(x_B, on_card) for x_B in values]
+    root = lax.rsqrt(reduce(jnp.add, map(jnp.square, wide)).sum() / D + eps)
+    return [
+        _cast(x_B * root * (factor_B + 1 if plus_one else factor_B), dtype, on_card)
+        for x_B, factor_B in zip(wide, factors, strict=True)
+    ]
 
 
 def _plain_row(
-    ref: Mapping[str, Any], t: jax.Array, d_B: jax.Array, live_B: jax.Array,
+    ref: Mapping[str, Any], t: jax.Array, columns: list[jax.Array],
     *, eps: float, plus_one: bool, on_card: bool,
-) -> jax.Array:  # fmt: skip
-    x_B = pltriton.load(ref["x"].at[t, d_B], mask=live_B, other=0)
+) -> list[jax.Array]:  # fmt: skip
+    values = [_load(ref["x"].at[t, d_B], d_B < ref["q"].shape[1]) for d_B in columns]
     if "factor" in ref:
-        x_B = _normed(x_B, ref, d_B, live_B, eps, plus_one, on_card)
-    return x_B.astype(jnp.float32)
+        values = _normed(values, columns, ref, eps=eps, plus_one=plus_one, on_card=on_card)
+    return values
 
 
 def _gated_row(
-    ref: Mapping[str, Any], t: jax.Array, d_B: jax.Array, live_B: jax.Array,
+    ref: Mapping[str, Any], t: jax.Array, columns: list[jax.Array],
     *, activation: str, dtype: Any, on_card: bool,
-) -> jax.Array:  # fmt: skip
-    gate_B, up_B = (
-        _scaled(ref, t, (which, d_B), live_B, dtype, on_card).astype(jnp.float32)
-        for which in (0, 1)
+) -> list[jax.Array]:  # fmt: skip
+    F = ref["q"].shape[1]
+    sums = (
+        [_load(ref["sums"].at[t, which, d_B], d_B < F, once=True) for which in (0, 1)]
+        for d_B in columns
     )
-    return _cast(ACTIVATIONS[activation](gate_B) * up_B, dtype, on_card).astype(jnp.float32)
+    values = []
+    for d_B, pair in zip(columns, _ahead(sums, on_card), strict=True):
+        gate_B, up_B = (
+            _wide(_scaled(sums_B, ref, t, (which, d_B), d_B < F, dtype, on_card), on_card)
+            for which, sums_B in enumerate(pair)
+        )
+        values.append(_cast(_activated(gate_B, activation, on_card) * up_B, dtype, on_card))
+    return values
 
 
 def _added_row(
-    ref: Mapping[str, Any], t: jax.Array, d_B: jax.Array, live_B: jax.Array,
+    ref: Mapping[str, Any], t: jax.Array, columns: list[jax.Array],
     *, eps: float, plus_one: bool, on_card: bool,
-) -> jax.Array:  # fmt: skip
-    x_B = _scaled(ref, t, (d_B,), live_B, ref["made"].dtype, on_card)
-    x_B += pltriton.load(ref["residual"].at[t, d_B], mask=live_B, other=0)
-    pltriton.store(ref["made"].at[t, d_B], x_B, mask=live_B)
-    return _normed(x_B, ref, d_B, live_B, eps, plus_one, on_card).astype(jnp.float32)
+) -> list[jax.Array]:  # fmt: skip
+    D = ref["q"].shape[1]
+    pairs = (
+        [_load(ref[name].at[t, d_B], d_B < D, once=True) for name in ("sums", "residual")]
+        for d_B in columns
+    )
+    made = [
+        _scaled(sums_B, ref, t, (d_B,), d_B < D, ref["made"].dtype, on_card) + residual_B
+        for d_B, (sums_B, residual_B) in zip(columns, _ahead(pairs, on_card), strict=True)
+    ]
+    values = _normed(made, columns, ref, eps=eps, plus_one=plus_one, on_card=on_card)
+    for d_B, x_B in zip(columns, made, strict=True):  # no load has to wait for these
+        pltriton.store(ref["made"].at[t, d_B], x_B, mask=d_B < D)
+    return values

@@ -73,7 +73,7 @@ class Fp8:
         axes = tuple(range(weight.ndim)) if self.per_tensor else -1
         scale = row_scale(jnp.max(jnp.abs(weight), axes, keepdims=True))
         return {
-            KERNEL: to_e4m3(weight / scale),
+            KERNEL: to_e4m3(weight, scale),
             "kernel_scale": jnp.broadcast_to(scale, (*weight.shape[:-1], 1))[..., 0],
         }
 
@@ -129,4 +129,4 @@ def quantize_rows(x_TI: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rows as e4m3 [T, I], and the float32 scale [T] of each."""
     x_TI = x_TI.astype(jnp.float32)
     scale_T = row_scale(jnp.max(jnp.abs(x_TI), -1))
-    return to_e4m3(x_TI / scale_T[:, None]), scale_T
+    return to_e4m3(x_TI, scale_T[:, None]), scale_T

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from jaxpaged.quantization import finished
 from jaxpaged.quantization.fp8 import quantize_rows
 from pallas_kernels import round_rows as module
+from pallas_kernels.product_parts import ACTIVATIONS
 from pallas_kernels.rms_norm import Norm, rms_norm
 from pallas_kernels.round_rows import (
     MAX_WIDTH,
@@ -67,7 +69,8 @@ def test_gates_are_those_of_the_plain_way(
 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_sums_are_those_of_the_plain_way(with_bias: bool, dtype: str) -> None:
+@pytest.mark.parametrize("D", [D, 3000])  # one array, and several
+def test_sums_are_those_of_the_plain_way(with_bias: bool, dtype: str, D: int) -> None:
     sums_TD, residual_TD = (jnp.asarray(RNG.normal(size=(T, D)) * x, dtype) for x in (900, 1))
     row_scale_T1 = jnp.asarray(RNG.uniform(1e-3, 1e-2, (T, 1)), jnp.float32)
     scale_D = jnp.asarray(RNG.uniform(0.1, 1, D), jnp.float32)
@@ -83,6 +86,24 @@ def test_sums_are_those_of_the_plain_way(with_bias: bool, dtype: str) -> None:
     np.testing.assert_allclose(*plain, rtol=1e-2 if dtype == "bfloat16" else 1e-6, atol=1e-2)
     np.testing.assert_allclose(scale_T1[:, 0], want_T, rtol=1e-2)
     assert (np.asarray(found, np.float32) != np.asarray(want, np.float32)).mean() < 0.1
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+def test_activations_on_the_card_are_products_with_a_sigmoid(activation: str) -> None:
+    x = jnp.linspace(-12, 12, 1000)
+    found = x * jax.nn.sigmoid(module.GATED_BY[activation](x))
+    np.testing.assert_allclose(found, ACTIVATIONS[activation](x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-37, 1e-36, 1e-20, 1e30])
+def test_every_scale_has_a_reciprocal(largest: float) -> None:
+    x_TD = jnp.full((1, D), largest).at[0, 0].set(0)
+    found_TD, scale_T1 = round_rows(x_TD, interpret=True)
+    want_TD, want_T = quantize_rows(x_TD)
+    np.testing.assert_array_equal(*(np.asarray(q, np.float32) for q in (found_TD, want_TD)))
+    np.testing.assert_array_equal(scale_T1[:, 0], want_T)
+    back_TD = np.asarray(found_TD, np.float64) * np.asarray(scale_T1)
+    np.testing.assert_allclose(back_TD, x_TD, rtol=0.05, atol=1e-34)
 
 
 def test_rows_too_wide() -> None:
