@@ -142,6 +142,7 @@ class Scheduler:
             num_tokens=self.config.max_num_batched_tokens - step.tokens_left,
             preempted=tuple(step.preempted),
             admitted=tuple(step.admitted),
+            extended=tuple(step.extended),
         )
 
     def update(self, output: SchedulerOutput, tokens: Sequence[int]) -> list[SequenceState | None]:
@@ -233,6 +234,7 @@ class Scheduler:
         """Get pages up to position `end`, if need be from those served last; False: it is one."""
         while end > sequence.capacity:
             if self.pages.extend(sequence, sequence.num_computed, end):
+                step.extended.append(sequence)
                 break
             victim = self._running.last
             self._preempt(victim)

@@ -39,6 +39,7 @@ class StepDraft:
         self.chunks: list[ScheduledSequence] = []
         self.preempted: list[SequenceState] = []
         self.admitted: list[SequenceState] = []
+        self.extended: list[SequenceState] = []
 
 
 @dataclass(frozen=True)
@@ -49,3 +50,4 @@ class SchedulerOutput:
     num_tokens: int
     preempted: tuple[SequenceState, ...]
     admitted: tuple[SequenceState, ...]  # got a slot in this step, for the first time or again
+    extended: tuple[SequenceState, ...]  # ran before and got pages in this step

@@ -13,14 +13,14 @@ from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 
 
-@dataclass
+@dataclass(slots=True)
 class _Choice:
     output: CompletionOutput  # all of it, unless only deltas are wanted
     detokenizer: Detokenizer | None
     logprob: float = 0.0  # of all tokens so far
 
 
-@dataclass
+@dataclass(slots=True)
 class _Request:
     request: AddRequest
     whole: RequestOutput  # unless only deltas are wanted; what is said once a request, in any case

@@ -55,7 +55,7 @@ class BatchBuilder:
         self._shapes = shapes
         self._buckets = buckets
         self._slots = slots
-        self._sent = [[0] * shapes.max_num_seqs for _ in range(shapes.num_groups)]
+        self._sent = np.zeros((shapes.num_groups, shapes.max_num_seqs), np.int64)
         self._packings = {bucket: shapes.forward_packing(bucket) for bucket in buckets.forward}
         self._sample_packings = {
             (rows, variant): shapes.sample_packing(rows, variant)
@@ -68,8 +68,7 @@ class BatchBuilder:
     def admit(self, sequences: Sequence[SequenceState]) -> None:
         """Sequences that take a slot this step: nothing of theirs is on the device yet."""
         for sequence in sequences:
-            for sent in self._sent:
-                sent[sequence.slot] = 0
+            self._sent[:, sequence.slot] = 0
 
     def step(self, output: SchedulerOutput) -> StepInput:
         """Tokens (decodes first, then chunks), page-table news and sampling of a step.
@@ -90,7 +89,7 @@ class BatchBuilder:
         samples_B = np.array([item.samples for item in scheduled], bool)
         self._fill_tokens(scheduled, num_decodes, views)
         self._fill_rows(scheduled, samples_B, views)
-        uploads = self._fill_page_tables(scheduled, views)
+        uploads = self._fill_page_tables((*output.admitted, *output.extended), views)
         sampling = self._sampling(scheduled, slot_B[samples_B])
         if sampling is not None and rides_along(sampling.variant):
             self._fill_sampling(sampling, words_X, {})
@@ -162,19 +161,18 @@ class BatchBuilder:
         row_R[len(last_R) :][: len(scored)] = scored
 
     def _fill_page_tables(
-        self, scheduled: Sequence[ScheduledSequence], views: dict[str, np.ndarray]
+        self, sequences: Sequence[SequenceState], views: dict[str, np.ndarray]
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Entries that are new since the last step; those beyond the buffer's room come back."""
         indices: list[int] = []
         pages: list[int] = []
-        for group, sent in enumerate(self._sent):
-            for item in scheduled:
-                table, first = item.sequence.block_tables[group], sent[item.slot]
-                if first < len(table):
-                    base = self._shapes.table_index(group, item.slot, 0)
-                    indices.extend(range(base + first, base + len(table)))
-                    pages.extend(table[first:])
-                    sent[item.slot] = len(table)
+        for sequence in sequences:
+            for group, table in enumerate(sequence.block_tables):
+                sent = self._sent[group, sequence.slot]
+                base = self._shapes.table_index(group, sequence.slot, 0)
+                indices.extend(range(base + sent, base + len(table)))
+                pages.extend(table[sent:])
+                self._sent[group, sequence.slot] = len(table)
         index_X, page_X = views["table_index_X"], views["table_page_X"]
         extra = max(0, len(indices) - index_X.size)
         uploads = []
