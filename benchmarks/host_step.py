@@ -4,7 +4,8 @@
 
 The real engine core, scheduler and batch builder, with the plan of a GPU; only the device is
 missing: its tokens are random and there at once, and JAX dispatches nothing. The front end's part
-(text of every token) runs in another process when serving, and is shown beside.
+runs in another process when serving, and is shown beside: `front end` streams the text of every
+token, `generate` is what `LLM.generate` does without a tokenizer, in the core's own process.
 """
 
 from __future__ import annotations
@@ -114,13 +115,14 @@ def measure(
     """Median microseconds of each part of a decode step of `batch` sequences."""
     watch, encoder = Stopwatch(), msgspec.msgpack.Encoder()
     rng = np.random.default_rng(0)
-    front = OutputProcessor(tokenizer)
+    front, whole = OutputProcessor(tokenizer), OutputProcessor(None)
     for number in range(batch):
         prompt = rng.integers(0, core.info.vocab_size, args.context).tolist()
         request = AddRequest(
             request_id=str(number), prompt_token_ids=prompt, params=params, arrival_time=0.0
         )
         front.add(request, None, delta=True)
+        whole.add(request, None, delta=False)
         core.add(request)
     while core.stats().num_running < batch:
         core.step()
@@ -136,11 +138,13 @@ def measure(
     ):
         step = watch.timed("step", core.step)
         encode = watch.timed("hand over", lambda: encoder.encode(StepOutputs(news, core.stats())))
+        take = watch.timed("generate", lambda: [whole.process(item) for item in news])
         read = watch.timed("front end", lambda: [front.process(item) for item in news])
         for _ in range(args.steps):
             news = step()
             assert len(news) == batch
             encode()
+            take()
             read()
     for number in range(batch):
         core.abort(str(number))
@@ -154,7 +158,7 @@ def _parts(seconds: dict[str, list[float]]) -> dict[str, float]:
     apart = ("schedule", "build", "update")
     us["messages"] = us["step"] - us["no device"] - sum(us[name] for name in apart)
     us["all"] = us["step"] - us["no device"] + us["hand over"]
-    names = (*apart, "messages", "hand over", "all", "front end")
+    names = (*apart, "messages", "hand over", "all", "generate", "front end")
     return {f"{name} us": float(median(us[name])) for name in names}
 
 

@@ -10,12 +10,7 @@ from itertools import chain
 from jaxpaged.core.page_allocator import PageAllocator
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler_config import SchedulerConfig
-from jaxpaged.core.scheduler_output import (
-    ScheduledSequence,
-    SchedulerOutput,
-    SequenceUpdate,
-    StepDraft,
-)
+from jaxpaged.core.scheduler_output import ScheduledSequence, SchedulerOutput, StepDraft
 from jaxpaged.core.sequence import NO_SLOT, SequenceQueue, SequenceState, Status
 from jaxpaged.core.turns import Turns
 
@@ -147,29 +142,28 @@ class Scheduler:
             num_tokens=self.config.max_num_batched_tokens - step.tokens_left,
             preempted=tuple(step.preempted),
             admitted=tuple(step.admitted),
+            extended=tuple(step.extended),
         )
 
-    def update(self, output: SchedulerOutput, tokens: Sequence[int]) -> list[SequenceUpdate | None]:
+    def update(self, output: SchedulerOutput, tokens: Sequence[int]) -> list[SequenceState | None]:
         """Take the tokens of a step, one for each scheduled sequence that samples, in order.
 
         Returns:
-            One entry a token; None where the sequence had ended before: drop that row.
+            Whose each token is; None where the sequence had ended before: drop that row.
         """
         sampled = [item.sequence for item in output.sequences if item.samples]
-        updates: list[SequenceUpdate | None] = []
+        taken: list[SequenceState | None] = []
         for sequence, token_id in zip(sampled, tokens, strict=True):
             if sequence.finish_reason is not None:
-                updates.append(None)
+                taken.append(None)
                 continue
             sequence.num_in_flight -= 1
             token_ids = sequence.token_ids
             token_ids.append(token_id)
             if token_id in sequence.ending_ids or len(token_ids) >= sequence.max_len:
                 self._finish_by_token(sequence, token_id)
-            updates.append(
-                SequenceUpdate(sequence, token_id, sequence.finish_reason, sequence.stop_reason)
-            )
-        return updates
+            taken.append(sequence)
+        return taken
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix; False if prefix caching is off."""
@@ -240,6 +234,7 @@ class Scheduler:
         """Get pages up to position `end`, if need be from those served last; False: it is one."""
         while end > sequence.capacity:
             if self.pages.extend(sequence, sequence.num_computed, end):
+                step.extended.append(sequence)
                 break
             victim = self._running.last
             self._preempt(victim)

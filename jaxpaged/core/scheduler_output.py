@@ -1,4 +1,4 @@
-"""What the scheduler decides, and what became of it."""
+"""What the scheduler decides."""
 
 from __future__ import annotations
 
@@ -22,6 +22,12 @@ class ScheduledSequence:
     prompt_logprob_start: int  # the row at position p scores prompt token p + 1
     num_prompt_logprob_rows: int
 
+    @property
+    def prompt_logprob_positions(self) -> range:
+        """Of the rows that score prompt tokens."""
+        first = self.prompt_logprob_start
+        return range(first, first + self.num_prompt_logprob_rows)
+
 
 class StepDraft:
     """A step in the making."""
@@ -33,6 +39,7 @@ class StepDraft:
         self.chunks: list[ScheduledSequence] = []
         self.preempted: list[SequenceState] = []
         self.admitted: list[SequenceState] = []
+        self.extended: list[SequenceState] = []
 
 
 @dataclass(frozen=True)
@@ -43,13 +50,4 @@ class SchedulerOutput:
     num_tokens: int
     preempted: tuple[SequenceState, ...]
     admitted: tuple[SequenceState, ...]  # got a slot in this step, for the first time or again
-
-
-@dataclass(slots=True, eq=False)
-class SequenceUpdate:
-    """A new token of a sequence. Read-only by agreement."""
-
-    sequence: SequenceState
-    token_id: int
-    finish_reason: str | None
-    stop_reason: int | None
+    extended: tuple[SequenceState, ...]  # ran before and got pages in this step

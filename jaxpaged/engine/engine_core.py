@@ -39,6 +39,7 @@ from jaxpaged.runtime.batch_builder import StepInput
 from jaxpaged.runtime.grammar import Grammars, GrammarState
 from jaxpaged.runtime.model_runner import InFlight, StepResult
 from jaxpaged.runtime.startup import start_runner
+from jaxpaged.runtime.step import rides_along
 from jaxpaged.runtime.token_masks import waits_for_last_token
 
 log = logging.getLogger(__name__)
@@ -234,10 +235,12 @@ class EngineCore:
         if scheduled.sequences:
             step = self._dispatch_forward(scheduled)
             masks: dict[int, np.ndarray] = {}
-            waiting = [item.sequence for item in scheduled.sequences if waits_for_last_token(item)]
-            if waiting:
-                self._collect_tokens_of(waiting)
-                masks = self._grammar_masks(scheduled)
+            # Only masks may wait for tokens, and none rides along with the forward pass.
+            if step.sampling is not None and not rides_along(step.sampling.variant):
+                waiting = [i.sequence for i in step.sampling.sampled if waits_for_last_token(i)]
+                if waiting:
+                    self._collect_tokens_of(waiting)
+                    masks = self._grammar_masks(scheduled)
             self._pending.append(self._runner.sample(scheduled, step, masks))
         if len(self._pending) > self._depth or not scheduled.sequences:
             self._collect()
@@ -278,27 +281,27 @@ class EngineCore:
         self._step_seconds = now - max(step.dispatched, self._collected_at)
         self._collected_at = now
         self._take_prompt_logprobs(result)
-        updates = self._scheduler.update(step.scheduled, result.token_ids)
-        for row, update in enumerate(updates):
-            if update is None:
+        sequences = self._scheduler.update(step.scheduled, result.token_ids)
+        for row, (sequence, token_id) in enumerate(zip(sequences, result.token_ids, strict=True)):
+            if sequence is None:
                 continue
-            sequence = update.sequence
-            wanted = sequence.request.params.logprobs
+            request = sequence.request
             output = SequenceOutput(
-                request_id=sequence.request.request_id,
+                request_id=request.request_id,
                 index=sequence.index,
-                token_ids=[update.token_id],
-                logprobs=None
-                if wanted is None
-                else [_logprobs(result, row, update.token_id, wanted)],
-                finish_reason=update.finish_reason,
-                stop_reason=update.stop_reason,
+                token_ids=[token_id],
+                finish_reason=sequence.finish_reason,
+                stop_reason=sequence.stop_reason,
             )
-            if sequence.request.pooling:
+            wanted = request.params.logprobs
+            if wanted is not None:
+                output.logprobs = [_logprobs(result, row, token_id, wanted)]
+            if request.pooling:
                 assert result.embedding_RD is not None
                 output.embedding = result.embedding_RD[row].astype("<f4").tobytes()
                 output.token_ids, output.finish_reason = [], "stop"
-            self._tell_once(sequence, output)
+            if sequence.index == 0 and len(sequence.token_ids) == sequence.prompt_len + 1:
+                self._tell_once(sequence, output)
             self._outputs.append(output)
 
     def _take_prompt_logprobs(self, result: StepResult) -> None:
@@ -314,8 +317,6 @@ class EngineCore:
     def _tell_once(self, sequence: SequenceState, output: SequenceOutput) -> None:
         """Add to the first output of choice 0 what is said once a request."""
         request = sequence.request
-        if sequence.index != 0 or len(sequence.token_ids) != sequence.prompt_len + 1:
-            return
         output.num_cached_tokens = sequence.num_cached_tokens
         output.scheduled_time = self._admitted_at.pop(request.request_id)
         if request.params.prompt_logprobs is not None:

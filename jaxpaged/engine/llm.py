@@ -200,16 +200,16 @@ class LLM:
         made = 0
         with tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as bar:
             for output in self._run(requests, delta=False):
-                if output.finished:
-                    made += sum(len(choice.token_ids) for choice in output.outputs)
-                    elapsed = bar.format_dict["elapsed"] or 1e-9
-                    bar.set_postfix_str(f"{made / elapsed:.0f} tok/s", refresh=False)
-                    bar.update()
-                    yield output
+                made += sum(len(choice.token_ids) for choice in output.outputs)
+                elapsed = bar.format_dict["elapsed"] or 1e-9
+                bar.set_postfix_str(f"{made / elapsed:.0f} tok/s", refresh=False)
+                bar.update()
+                yield output
 
     def _run(
         self, requests: list[tuple[AddRequest, str | None]], *, delta: bool
     ) -> Iterator[RequestOutput]:
+        """What is new of a choice at each step, or each request once it is finished."""
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError(
                 "this LLM is in the middle of another call: finish or close that iterator first, "
@@ -224,7 +224,7 @@ class LLM:
                     output, tell = self._outputs.process(news)
                     if tell is not None:
                         self._core.finish(tell.request_id, tell.index, tell.num_tokens)
-                    if output is not None:
+                    if output is not None and (delta or output.finished):
                         yield output
         finally:
             # After an error, Ctrl-C or an abandoned iterator: leave nothing behind.

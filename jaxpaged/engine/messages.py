@@ -70,8 +70,12 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     top_logprobs: list[float]
 
 
-class SequenceOutput(msgspec.Struct, kw_only=True):
-    """News of one choice of one request."""
+class SequenceOutput(msgspec.Struct, kw_only=True, gc=False, omit_defaults=True):
+    """News of one choice of one request.
+
+    One a token: what is not said is not sent, and no cycle holds one that the garbage collector
+    would have to look for.
+    """
 
     request_id: str
     index: int  # choice, 0 <= index < n

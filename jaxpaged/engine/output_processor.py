@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from jaxpaged.engine.detokenizer import Detokenizer
 from jaxpaged.engine.errors import BadRequestError, RequestFailedError
@@ -13,23 +13,20 @@ from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 
 
-@dataclass
+@dataclass(slots=True)
 class _Choice:
     output: CompletionOutput  # all of it, unless only deltas are wanted
     detokenizer: Detokenizer | None
     logprob: float = 0.0  # of all tokens so far
 
 
-@dataclass
+@dataclass(slots=True)
 class _Request:
     request: AddRequest
-    prompt: str | None
+    whole: RequestOutput  # unless only deltas are wanted; what is said once a request, in any case
     delta: bool
     choices: list[_Choice]
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    num_cached_tokens: int = 0
-    scheduled_time: float | None = None
-    unfinished: set[int] = field(default_factory=set)
+    unfinished: set[int]
 
 
 class OutputProcessor:
@@ -53,14 +50,17 @@ class OutputProcessor:
 
         Args:
             prompt: its text, if known.
-            delta: outputs hold what is new; otherwise everything so far.
+            delta: outputs hold what is new; otherwise everything so far, the same object each time.
         """
         choices = [
             _Choice(CompletionOutput(index), self._detokenizer(request))
             for index in range(request.params.n)
         ]
+        whole = RequestOutput(
+            request.request_id, prompt, request.prompt_token_ids, [c.output for c in choices]
+        )
         self._requests[request.request_id] = _Request(
-            request, prompt, delta, choices, unfinished=set(range(request.params.n))
+            request, whole, delta, choices, unfinished=set(range(request.params.n))
         )
 
     def abort(self, request_id: str) -> None:
@@ -89,22 +89,27 @@ class OutputProcessor:
             raise RequestFailedError(reason, news.error_code)
         if news.index not in state.unfinished:
             return None, None
-        self._take_request_news(state, news)
-        fresh, tell = self._take_choice_news(state, news)
-        if fresh.finish_reason is not None:
+        whole = state.whole
+        if news.scheduled_time is not None:
+            self._take_first_news(whole, news)
+        choice, tell = self._take_choice_news(state, news)
+        if choice.finish_reason is not None:
             state.unfinished.discard(news.index)
-        finished = not state.unfinished
-        if finished:
-            del self._requests[news.request_id]
+            if not state.unfinished:
+                whole.finished = True
+                del self._requests[news.request_id]
+        if not state.delta:
+            whole.embedding = news.embedding
+            return whole, tell
         output = RequestOutput(
             request_id=news.request_id,
-            prompt=state.prompt,
-            prompt_token_ids=state.request.prompt_token_ids,
-            outputs=[fresh] if state.delta else [choice.output for choice in state.choices],
-            finished=finished,
-            prompt_logprobs=state.prompt_logprobs,
-            num_cached_tokens=state.num_cached_tokens,
-            scheduled_time=state.scheduled_time,
+            prompt=whole.prompt,
+            prompt_token_ids=whole.prompt_token_ids,
+            outputs=[choice],
+            finished=whole.finished,
+            prompt_logprobs=whole.prompt_logprobs,
+            num_cached_tokens=whole.num_cached_tokens,
+            scheduled_time=whole.scheduled_time,
             embedding=news.embedding,
         )
         return output, tell
@@ -125,57 +130,54 @@ class OutputProcessor:
             min_tokens=params.min_tokens,
         )
 
-    def _take_request_news(self, state: _Request, news: SequenceOutput) -> None:
-        state.num_cached_tokens = news.num_cached_tokens or state.num_cached_tokens
-        state.scheduled_time = news.scheduled_time or state.scheduled_time
+    def _take_first_news(self, whole: RequestOutput, news: SequenceOutput) -> None:
+        """Take what is said once a request."""
+        whole.num_cached_tokens, whole.scheduled_time = news.num_cached_tokens, news.scheduled_time
         if news.prompt_logprobs is not None:
-            state.prompt_logprobs = [
+            whole.prompt_logprobs = [
                 None if entry is None else self._logprobs(entry) for entry in news.prompt_logprobs
             ]
 
     def _take_choice_news(
         self, state: _Request, news: SequenceOutput
     ) -> tuple[CompletionOutput, FinishSequence | None]:
-        """What is new of the choice, up to a stop string."""
+        """The choice with what is new of it, up to a stop string; or that alone."""
         choice = state.choices[news.index]
-        fresh = CompletionOutput(
-            index=news.index,
-            token_ids=news.token_ids,
-            finish_reason=news.finish_reason,
-            stop_reason=news.stop_reason,
-        )
-        tell = None
+        output = CompletionOutput(news.index) if state.delta else choice.output
+        output.finish_reason, output.stop_reason = news.finish_reason, news.stop_reason
+        token_ids, tell = news.token_ids, None
         if choice.detokenizer is not None:
             # The token that ended it (EOS or a stop token) is no part of the text.
             ends_unseen = (
                 news.finish_reason == "stop" and not state.request.params.include_stop_str_in_output
             )
-            tell = self._read(choice.detokenizer, fresh, news, ends_unseen)
+            token_ids, tell = self._read(choice.detokenizer, output, news, ends_unseen)
+        output.token_ids += token_ids
         if state.request.params.logprobs is not None:
-            raw = (news.logprobs or [])[: len(fresh.token_ids)]
-            fresh.logprobs = [self._logprobs(entry) for entry in raw]
+            raw = (news.logprobs or [])[: len(token_ids)]
+            if output.logprobs is None:
+                output.logprobs = []
+            output.logprobs += [self._logprobs(entry) for entry in raw]
             choice.logprob += sum(entry.logprob for entry in raw)
-            fresh.cumulative_logprob = choice.logprob
-        if not state.delta:
-            _extend(choice.output, fresh)
-        return fresh, tell
+            output.cumulative_logprob = choice.logprob
+        return output, tell
 
     @staticmethod
     def _read(
-        detokenizer: Detokenizer, fresh: CompletionOutput, news: SequenceOutput, ends_unseen: bool
-    ) -> FinishSequence | None:
-        """Set the text; a stop string cuts the tokens behind it."""
-        tell = None
-        shown = news.token_ids[:-1] if ends_unseen else news.token_ids
+        detokenizer: Detokenizer, output: CompletionOutput, news: SequenceOutput, ends_unseen: bool
+    ) -> tuple[list[int], FinishSequence | None]:
+        """Add to the text; returns the new tokens, less those that a stop string cuts."""
+        token_ids, tell = news.token_ids, None
+        shown = token_ids[:-1] if ends_unseen else token_ids
         for count, token_id in enumerate(shown, 1):
             if detokenizer.add(token_id):
-                fresh.token_ids = news.token_ids[:count]
-                if news.finish_reason is None or count < len(news.token_ids):
+                if news.finish_reason is None or count < len(token_ids):
                     tell = FinishSequence(news.request_id, news.index, detokenizer.num_tokens)
-                fresh.finish_reason, fresh.stop_reason = "stop", detokenizer.stop_string
+                token_ids = token_ids[:count]
+                output.finish_reason, output.stop_reason = "stop", detokenizer.stop_string
                 break
-        fresh.text = detokenizer.take(final=fresh.finished)
-        return tell
+        output.text += detokenizer.take(final=output.finished)
+        return token_ids, tell
 
     def _logprobs(self, raw: RawLogprobs) -> TokenLogprobs:
         def text(token_id: int) -> str | None:
@@ -187,14 +189,3 @@ class OutputProcessor:
         ):
             found.setdefault(token_id, Logprob(logprob, rank, text(token_id)))
         return found
-
-
-def _extend(whole: CompletionOutput, fresh: CompletionOutput) -> None:
-    whole.text += fresh.text
-    whole.token_ids += fresh.token_ids
-    whole.cumulative_logprob = fresh.cumulative_logprob
-    if whole.logprobs is None:
-        whole.logprobs = fresh.logprobs
-    else:
-        whole.logprobs += fresh.logprobs or []
-    whole.finish_reason, whole.stop_reason = fresh.finish_reason, fresh.stop_reason

@@ -144,9 +144,9 @@ class Replica:
     def _collect(self, step: Pending) -> None:
         self.now = max(self.now, step.done)
         count = sum(item.samples for item in step.scheduled.sequences)
-        for update in self.scheduler.update(step.scheduled, [TOKEN] * count):
-            if update is not None:
-                self.records[update.sequence.request.request_id].tokens.append(self.now)
+        for sequence in self.scheduler.update(step.scheduled, [TOKEN] * count):
+            if sequence is not None:
+                self.records[sequence.request.request_id].tokens.append(self.now)
 
 
 def simulate(

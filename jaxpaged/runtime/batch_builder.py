@@ -10,6 +10,7 @@ import numpy as np
 from jaxpaged.core.buckets import Bucket, Buckets
 from jaxpaged.core.scheduler import ScheduledSequence, SchedulerOutput
 from jaxpaged.core.sequence import SequenceState
+from jaxpaged.runtime.sampler import VARIANTS
 from jaxpaged.runtime.slot_table import SCORING, SlotTable
 from jaxpaged.runtime.step import NO_ENTRY, StepShapes, rides_along
 from jaxpaged.runtime.token_masks import next_token_mask
@@ -32,6 +33,7 @@ class Sampling:
     num_rows: int
     variant: str
     sampled: list[ScheduledSequence]
+    slots: np.ndarray  # i32 of these
     prompt_rows: list[PromptRow]
     embeds: bool  # some row's embedding is wanted
 
@@ -55,6 +57,11 @@ class BatchBuilder:
         self._slots = slots
         self._sent = np.zeros((shapes.num_groups, shapes.max_num_seqs), np.int64)
         self._packings = {bucket: shapes.forward_packing(bucket) for bucket in buckets.forward}
+        self._sample_packings = {
+            (rows, variant): shapes.sample_packing(rows, variant)
+            for variant in VARIANTS
+            for rows in (buckets.scoring_rows if variant in SCORING else buckets.rows)
+        }
         self._on_device: np.ndarray | None = None  # front of the state's `input_X`
         self._offset, self._sizes = shapes.forward_offset, shapes.input_sizes(buckets)
 
@@ -69,16 +76,21 @@ class BatchBuilder:
         A new buffer every time: the device may still read the one before.
         """
         scheduled = output.sequences
-        num_decodes = sum(item.num_tokens == 1 for item in scheduled)
+        num_decodes = [item.num_tokens for item in scheduled].count(1)
         bucket = self._buckets.fit(
             output.num_tokens, len(scheduled), decode_only=num_decodes == len(scheduled)
         )
         words_X, views = self._new_step(bucket)
-        self._fill_tokens(scheduled, views)
         views["num_decodes"][...] = num_decodes
         views["num_seqs"][...] = len(scheduled)
-        uploads = self._fill_page_tables(scheduled, views)
-        sampling = self._sampling(scheduled)
+        slot_B = np.array([item.slot for item in scheduled], np.int32)
+        views["slot_B"][: len(scheduled)] = slot_B
+        views["slot_B"][len(scheduled) :] = self._shapes.null_slot
+        samples_B = np.array([item.samples for item in scheduled], bool)
+        self._fill_tokens(scheduled, num_decodes, views)
+        self._fill_rows(scheduled, samples_B, views)
+        uploads = self._fill_page_tables((*output.admitted, *output.extended), views)
+        sampling = self._sampling(scheduled, slot_B[samples_B])
         if sampling is not None and rides_along(sampling.variant):
             self._fill_sampling(sampling, words_X, {})
         known = self._on_device is not None and np.array_equal(self._on_device, words_X)
@@ -97,7 +109,7 @@ class BatchBuilder:
 
     def padded_sampling(self, num_rows: int) -> np.ndarray:
         """Settings of rows that sample nothing, for the variant that does not ride along."""
-        words_X = np.zeros(self._shapes.sample_packing(num_rows, "full").size, np.int32)
+        words_X = np.zeros(self._sample_packings[num_rows, "full"].size, np.int32)
         words_X[:num_rows] = self._shapes.null_slot
         return words_X
 
@@ -108,61 +120,59 @@ class BatchBuilder:
         return words_X, packing.views(words_X[self._offset :])
 
     def _fill_tokens(
-        self, scheduled: Sequence[ScheduledSequence], views: dict[str, np.ndarray]
+        self,
+        scheduled: Sequence[ScheduledSequence],
+        num_decodes: int,
+        views: dict[str, np.ndarray],
     ) -> None:
-        token_T, position_T, seq_T = views["token_T"], views["position_T"], views["seq_T"]
-        starts, kv_len, slots = [], [], []
-        rows: list[int] = []
-        prompt_rows: list[range] = []
-        at = 0
-        for b, item in enumerate(scheduled):
-            sequence, count = item.sequence, item.num_tokens
-            end, known = item.start + count, len(sequence.token_ids)
-            if count == 1:
-                # A token that the host does not know yet is named by its slot.
-                token_T[at] = sequence.token_ids[item.start] if end <= known else -1 - item.slot
-                position_T[at] = item.start
-                seq_T[at] = b
-            else:
-                token_T[at : at + count] = sequence.token_ids[item.start : end]
-                if end > known:
-                    token_T[at + count - 1] = -1 - item.slot
-                position_T[at : at + count] = np.arange(item.start, end)
-                seq_T[at : at + count] = b
-            starts.append(at)
-            kv_len.append(end)
-            slots.append(item.slot)
-            if item.samples:
-                rows.append(at + count - 1)
-            if item.num_prompt_logprob_rows:
-                first = at + item.prompt_logprob_start - item.start
-                prompt_rows.append(range(first, first + item.num_prompt_logprob_rows))
-            at += count
-        for extra in prompt_rows:
-            rows.extend(extra)
-        num_seqs = len(scheduled)
-        seq_T[at:] = views["kv_len_B"].size - 1
-        views["query_start_B1"][:num_seqs] = starts
-        views["query_start_B1"][num_seqs:] = at
-        views["kv_len_B"][:num_seqs] = kv_len
-        views["slot_B"][:num_seqs] = slots
-        views["slot_B"][num_seqs:] = self._shapes.null_slot
-        views["row_R"][: len(rows)] = rows
+        position_T, seq_T = views["position_T"], views["seq_T"]
+        query_start_B1, kv_len_B = views["query_start_B1"], views["kv_len_B"]
+        num_seqs, at = len(scheduled), num_decodes
+        position_T[:at] = [item.start for item in scheduled[:at]]
+        kv_len_B[:at] = position_T[:at] + 1
+        seq_T[:at] = query_start_B1[:at] = np.arange(at)
+        for b, item in enumerate(scheduled[num_decodes:], num_decodes):
+            end, kv_len = at + item.num_tokens, item.start + item.num_tokens
+            position_T[at:end] = np.arange(item.start, kv_len)
+            kv_len_B[b] = kv_len
+            seq_T[at:end] = b
+            query_start_B1[b] = at
+            at = end
+        seq_T[at:] = kv_len_B.size - 1
+        query_start_B1[num_seqs:] = at
+        views["token_T"][:at] = _token_ids(scheduled)
+
+    def _fill_rows(
+        self,
+        scheduled: Sequence[ScheduledSequence],
+        samples_B: np.ndarray,
+        views: dict[str, np.ndarray],
+    ) -> None:
+        """Which tokens' rows are wanted: the last of a sequence that samples, and scored ones."""
+        start_B1, row_R = views["query_start_B1"], views["row_R"]
+        last_R = start_B1[1 : len(scheduled) + 1][samples_B] - 1
+        scored = [
+            int(start_B1[b]) + position - item.start
+            for b, item in enumerate(scheduled)
+            if item.num_prompt_logprob_rows
+            for position in item.prompt_logprob_positions
+        ]
+        row_R[: len(last_R)] = last_R
+        row_R[len(last_R) :][: len(scored)] = scored
 
     def _fill_page_tables(
-        self, scheduled: Sequence[ScheduledSequence], views: dict[str, np.ndarray]
+        self, sequences: Sequence[SequenceState], views: dict[str, np.ndarray]
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Entries that are new since the last step; those beyond the buffer's room come back."""
         indices: list[int] = []
         pages: list[int] = []
-        for item in scheduled:
-            for group, table in enumerate(item.sequence.block_tables):
-                sent = self._sent[group, item.slot]
-                if sent < len(table):
-                    base = self._shapes.table_index(group, item.slot, 0)
-                    indices.extend(range(base + sent, base + len(table)))
-                    pages.extend(table[sent:])
-                    self._sent[group, item.slot] = len(table)
+        for sequence in sequences:
+            for group, table in enumerate(sequence.block_tables):
+                sent = self._sent[group, sequence.slot]
+                base = self._shapes.table_index(group, sequence.slot, 0)
+                indices.extend(range(base + sent, base + len(table)))
+                pages.extend(table[sent:])
+                self._sent[group, sequence.slot] = len(table)
         index_X, page_X = views["table_index_X"], views["table_page_X"]
         extra = max(0, len(indices) - index_X.size)
         uploads = []
@@ -177,22 +187,23 @@ class BatchBuilder:
         index_X[count:] = NO_ENTRY
         return uploads
 
-    def _sampling(self, scheduled: Sequence[ScheduledSequence]) -> Sampling | None:
+    def _sampling(
+        self, scheduled: Sequence[ScheduledSequence], slots: np.ndarray
+    ) -> Sampling | None:
         sampled = [item for item in scheduled if item.samples]
         prompt_rows = [
             PromptRow(item.sequence, position + 1)
             for item in scheduled
-            for position in range(
-                item.prompt_logprob_start,
-                item.prompt_logprob_start + item.num_prompt_logprob_rows,
-            )
+            if item.num_prompt_logprob_rows
+            for position in item.prompt_logprob_positions
         ]
         count = len(sampled) + len(prompt_rows)
         if count == 0:
             return None
-        variant = self._slots.variant(sampled, bool(prompt_rows))
+        variant = self._slots.variant(sampled, slots, bool(prompt_rows))
         num_rows = self._buckets.fit_rows(count, scoring=variant in SCORING)
-        return Sampling(num_rows, variant, sampled, prompt_rows, self._slots.embeds(sampled))
+        embeds = self._slots.embeds(sampled)
+        return Sampling(num_rows, variant, sampled, slots, prompt_rows, embeds)
 
     def late_words(self, sampling: Sampling, grammar_masks: Mapping[int, np.ndarray]) -> np.ndarray:
         """Settings of a sampling that does not ride along, once its masks can be told.
@@ -200,19 +211,17 @@ class BatchBuilder:
         Args:
             grammar_masks: uint32[W] by slot, of the sequences that have a grammar.
         """
-        words_X = np.zeros(
-            self._shapes.sample_packing(sampling.num_rows, sampling.variant).size, np.int32
-        )
+        packing = self._sample_packings[sampling.num_rows, sampling.variant]
+        words_X = np.zeros(packing.size, np.int32)
         self._fill_sampling(sampling, words_X, grammar_masks)
         return words_X
 
     def _fill_sampling(
         self, sampling: Sampling, words_X: np.ndarray, grammar_masks: Mapping[int, np.ndarray]
     ) -> None:
-        sampled, prompt_rows = sampling.sampled, sampling.prompt_rows
-        views = self._shapes.sample_packing(sampling.num_rows, sampling.variant).views(words_X)
-        count = len(sampled)
-        slots = np.fromiter((item.slot for item in sampled), np.int64, count)
+        slots, prompt_rows = sampling.slots, sampling.prompt_rows
+        views = self._sample_packings[sampling.num_rows, sampling.variant].views(words_X)
+        count = len(slots)
         views["slot_R"][:] = self._shapes.null_slot
         views["slot_R"][:count] = slots
         views["target_R"][:] = 0  # padding asks for a token's log-probability: draws nothing
@@ -223,10 +232,22 @@ class BatchBuilder:
         self._slots.fill(slots, views)
         if "mask_RW" in views:
             views["mask_RW"][:] = 0xFFFFFFFF
-            for r, item in enumerate(sampled):
+            for r, item in enumerate(sampling.sampled):
                 static_W = self._slots.static_mask(item.slot)
                 mask_W = next_token_mask(
                     item, static_W, self._shapes.vocab, grammar_masks.get(item.slot)
                 )
                 if mask_W is not None:
                     views["mask_RW"][r] = mask_W
+
+
+def _token_ids(scheduled: Sequence[ScheduledSequence]) -> list[int]:
+    """The tokens of a step; one that the host does not know yet is named by its slot."""
+    token_ids: list[int] = []
+    for item in scheduled:
+        start, known = item.start, item.sequence.token_ids
+        if start < len(known):
+            token_ids += known[start : start + item.num_tokens]
+        if start + item.num_tokens > len(known):
+            token_ids.append(-1 - item.slot)
+    return token_ids

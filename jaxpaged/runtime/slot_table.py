@@ -42,6 +42,7 @@ class SlotTable:
     def __init__(self, max_num_seqs: int, vocab: int) -> None:
         self._vocab = vocab
         self._level = np.zeros(max_num_seqs, np.int32)
+        self._min_tokens = np.zeros(max_num_seqs, np.int32)
         self._pooled: set[int] = set()  # slots whose sequence is there for its embedding
         self._static_masks: dict[int, np.ndarray | None] = {}
         self._arrays = {
@@ -70,6 +71,7 @@ class SlotTable:
                 params,
                 mask_W is not None or request.bad_word_ids != () or request.grammar is not None,
             )
+            self._min_tokens[slot] = params.min_tokens
             seed = request.seed % 2**64
             arrays["seed_R2"][slot] = seed & 0xFFFFFFFF, seed >> 32
             arrays["choice_R"][slot] = sequence.index
@@ -92,14 +94,14 @@ class SlotTable:
         """Whether the embedding of some row is wanted."""
         return bool(self._pooled) and any(item.slot in self._pooled for item in sampled)
 
-    def variant(self, sampled: Sequence[ScheduledSequence], prompt_logprobs: bool) -> str:
-        """The smallest variant of `sample` that serves every row."""
-        level = VARIANTS.index("logprobs") if prompt_logprobs else 0
-        for item in sampled:
-            level = max(level, self._level[item.slot])
-            if item.sequence.request.params.min_tokens and below_min_tokens(item):
-                level = FULL
-        return VARIANTS[level]
+    def variant(
+        self, sampled: Sequence[ScheduledSequence], slots: np.ndarray, prompt_logprobs: bool
+    ) -> str:
+        """The smallest variant of `sample` that serves every row; `slots`: i32 of `sampled`."""
+        if self._min_tokens[slots].any() and any(map(below_min_tokens, sampled)):
+            return VARIANTS[FULL]
+        least = VARIANTS.index("logprobs") if prompt_logprobs else 0
+        return VARIANTS[self._level[slots].max(initial=least)]
 
     def fill(self, slots: np.ndarray, views: dict[str, np.ndarray]) -> None:
         """Gather the rows of `slots` into the front of the views that the variant has."""

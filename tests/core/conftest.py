@@ -5,7 +5,7 @@ import pytest
 
 from jaxpaged.core.request import Request
 from jaxpaged.core.scheduler import Scheduler, SchedulerConfig
-from jaxpaged.core.scheduler_output import SchedulerOutput, SequenceUpdate
+from jaxpaged.core.scheduler_output import SchedulerOutput
 from jaxpaged.core.sequence import SequenceState
 from jaxpaged.sampling_params import SamplingParams
 
@@ -55,7 +55,7 @@ def make_sequence(make_request: Callable[..., Request]) -> Callable[..., Sequenc
 class SteppedScheduler(Scheduler):
     """Goes through steps whose every row yields the same token."""
 
-    def take(self, output: SchedulerOutput, token: int = 0) -> list[SequenceUpdate | None]:
+    def take(self, output: SchedulerOutput, token: int = 0) -> list[SequenceState | None]:
         return self.update(output, [token] * sum(item.samples for item in output.sequences))
 
     def step(self, token: int = 0) -> SchedulerOutput:

@@ -116,9 +116,9 @@ def test_reasons(
     scheduler = make_scheduler()
     scheduler.add(make_request(4, **fields))
     output = scheduler.schedule()
-    (update,) = scheduler.take(output, token)
-    assert update is not None and update.sequence is only(output) and update.token_id == token
-    assert (update.finish_reason, update.stop_reason) == (reason, stop_reason)
+    (taken,) = scheduler.take(output, token)
+    assert taken is only(output) and taken.output_token_ids == [token]
+    assert (taken.finish_reason, taken.stop_reason) == (reason, stop_reason)
     assert scheduler.has_unfinished == (reason is None)
     assert (only(output).status is Status.FINISHED) == (reason is not None)
 
@@ -141,12 +141,12 @@ def test_a_known_end_wastes_no_row_and_an_unknown_one_wastes_one(
     scheduler.add(make_request(4, "ends", eos_token_ids=frozenset({EOS})))
     outputs = [scheduler.schedule(), scheduler.schedule()]
     assert [item.start for item in outputs[1].sequences] == [4, 4]
-    updates = scheduler.update(outputs[0], [1, EOS])
-    assert [update.finish_reason for update in updates if update] == [None, "stop"]
+    taken = scheduler.update(outputs[0], [1, EOS])
+    assert [sequence.finish_reason for sequence in taken if sequence] == [None, "stop"]
     assert not scheduler.schedule().sequences, "the last token of the other one is in flight"
-    updates = scheduler.update(outputs[1], [2, 3])
-    assert updates[1] is None and updates[0] is not None
-    assert updates[0].finish_reason == "length"
+    taken = scheduler.update(outputs[1], [2, 3])
+    assert taken[1] is None and taken[0] is not None
+    assert taken[0].finish_reason == "length"
     assert [item.sequence.output_token_ids for item in outputs[0].sequences] == [[1, 2], [EOS]]
     assert scheduler.pages.pool.num_free == 100
 

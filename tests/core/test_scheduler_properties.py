@@ -221,26 +221,26 @@ class Simulation:
         sampled = [item for item in output.sequences if item.samples]
         finished_before = [item.sequence.finished for item in sampled]
         lengths = [len(item.sequence.token_ids) for item in sampled]
-        updates = self.scheduler.update(output, tokens)
-        for item, update, was_finished, length, token in zip(
-            sampled, updates, finished_before, lengths, tokens, strict=True
+        found = self.scheduler.update(output, tokens)
+        for item, taken, was_finished, length, token in zip(
+            sampled, found, finished_before, lengths, tokens, strict=True
         ):
             sequence = item.sequence
             if was_finished:
-                assert update is None and len(sequence.token_ids) == length
+                assert taken is None and len(sequence.token_ids) == length
                 assert sequence.finish_reason != "length", "a known end has no wasted row"
                 continue
-            assert update is not None and update.token_id == token
+            assert taken is sequence and sequence.token_ids[length:] == [token]
             request = sequence.request
             job = self.jobs[request.request_id]
             seen = job.outputs.setdefault(sequence.index, [])
             seen.append(token)
-            if update.finish_reason is not None:
-                assert sequence.finished and sequence.finish_reason == update.finish_reason
-                assert (update.stop_reason == STOP_ID) == (token == STOP_ID != EOS) or (
-                    update.finish_reason == "length"
+            if sequence.finish_reason is not None:
+                assert sequence.finished
+                assert (sequence.stop_reason == STOP_ID) == (token == STOP_ID != EOS) or (
+                    sequence.finish_reason == "length"
                 )
-                job.reasons[sequence.index] = update.finish_reason
+                job.reasons[sequence.index] = sequence.finish_reason
             if ends_with_stop_string(request, seen):
                 news = (self.now + self.late, request.request_id, sequence.index, len(seen))
                 self.finishes.append(news)

@@ -119,3 +119,15 @@ def test_each_front_end_hears_of_its_own_requests_and_all_of_the_state(info: Eng
     told = [[output.request_id for output in step[0].outputs] for step in steps]
     assert told == [["a-b-0", "a-b-2", "a-b-4"], ["a-b-1", "a-b-3"]]
     assert [len(step) for step in steps] == [2, 2]
+
+
+def test_news_say_nothing_of_what_is_not_there():
+    news = SequenceOutput(request_id="a", index=0, token_ids=[5], finish_reason="stop")
+    data = msgspec.msgpack.encode(news)
+    assert set(msgspec.msgpack.decode(data)) == {
+        "request_id",
+        "index",
+        "token_ids",
+        "finish_reason",
+    }
+    assert msgspec.msgpack.decode(data, type=SequenceOutput) == news

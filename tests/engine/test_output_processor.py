@@ -61,6 +61,22 @@ def test_deltas_join_to_what_cumulative_gives(tokenizer: Tokenizer, ids: list[in
     assert (whole.prompt, whole.prompt_token_ids) == ("prompt", [0, 50])
 
 
+def test_the_whole_is_one_object_that_grows():
+    driver = Driver(None, False, logprobs=0)
+    found = [
+        driver.feed([token_id], logprobs=[TokenLogprobs(token_id, -1.0, 1, [], [])])
+        for token_id in (5, 6)
+    ]
+    last = driver.feed([], finish_reason="abort")
+    assert found[0] is found[1] is last and last.finished
+    (choice,) = last.outputs
+    assert (choice.token_ids, choice.finish_reason) == ([5, 6], "abort")
+    assert ([list(entry) for entry in choice.logprobs], choice.cumulative_logprob) == (
+        [[5], [6]],
+        -2,
+    )
+
+
 def test_the_end_token_counts_but_is_not_shown(tokenizer: Tokenizer, ids: list[int]):
     last = Driver(tokenizer, False).feed_text([*ids, END], finish_reason="stop")[-1].outputs[0]
     assert (last.text, last.token_ids[-1]) == ("hello world 😀!", END)
