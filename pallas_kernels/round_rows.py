@@ -293,12 +293,8 @@ def _largest_of_row(largest: jax.Array, place_ref: Any, t: jax.Array, part: jax.
     return lax.bitcast_convert_type(word_P.max(), jnp.float32)
 
 
-def _load(ref: Any, live_B: jax.Array, *, once: bool = False) -> jax.Array:
-    """Args:
-    once: it is not needed again, unlike what all rows have in common.
-    """
-    policy = "evict_first" if once else None
-    return pltriton.load(ref, mask=live_B, other=0, eviction_policy=policy)
+def _load(ref: Any, live_B: jax.Array) -> jax.Array:
+    return pltriton.load(ref, mask=live_B, other=0)
 
 
 def _ahead(loads: Iterable[Loads], on_card: bool) -> Iterable[Loads]:
@@ -388,10 +384,7 @@ def _gated_row(
     *, activation: str, dtype: Any, on_card: bool,
 ) -> list[jax.Array]:  # fmt: skip
     F = ref["q"].shape[1]
-    sums = (
-        [_load(ref["sums"].at[t, which, d_B], d_B < F, once=True) for which in (0, 1)]
-        for d_B in columns
-    )
+    sums = ([_load(ref["sums"].at[t, which, d_B], d_B < F) for which in (0, 1)] for d_B in columns)
     values = []
     for d_B, pair in zip(columns, _ahead(sums, on_card), strict=True):
         gate_B, up_B = (
@@ -408,8 +401,7 @@ def _added_row(
 ) -> list[jax.Array]:  # fmt: skip
     D = ref["q"].shape[1]
     pairs = (
-        [_load(ref[name].at[t, d_B], d_B < D, once=True) for name in ("sums", "residual")]
-        for d_B in columns
+        [_load(ref[name].at[t, d_B], d_B < D) for name in ("sums", "residual")] for d_B in columns
     )
     made = [
         _scaled(sums_B, ref, t, (d_B,), d_B < D, ref["made"].dtype, on_card) + residual_B
