@@ -39,8 +39,8 @@ QUANTIZED = tuple(
     f"engines_{MODEL}_{file}: decode step -q {scheme}, B {batch}, context 1024"
     for file, scheme in (
         ("floats", "fp8_per_channel"),
-        ("integers", "int8_per_channel_weight_only"),
-        ("integers", "int4_per_group_weight_only"),
+        ("integers_pages", "int8_per_channel_weight_only --kv-cache-dtype fp8"),
+        ("integers_pages", "int4_per_group_weight_only --kv-cache-dtype fp8"),
     )
     for batch in (1, 64)
 )
