@@ -67,9 +67,11 @@ class Decoder(nn.Module):
         s = self.spec
         if self.is_first or (self.is_last and s.tie_embeddings and s.head is None):
             self.embed = Embedding(s.vocab_rows, s.width, self.dtype, self.mesh)
+        # What a layer is told is compared with what others were, at each layer of each trace.
+        of_all = dataclasses.replace(s, layers=())
         self.layers = {
             str(index): SharedDecoderLayer(
-                s,
+                of_all,
                 s.layers[index].window,
                 s.layers[index].quantization,
                 self.dtype,
