@@ -96,10 +96,9 @@ class Fp8:
         few = few_rows_fit(rows.x.shape, E4M3, arrays, activation)
         very_few = few and rows.x.shape[0] <= MAX_ROUNDED_ROWS
         multiply = partial(few_rows, arrays=arrays, dtype=dtype, finds_largest=very_few)
-        if very_few and rows.largest_TX is not None:
-            x = rows.x if norm is None else rows.half_normed
-            assert x is not None
-            return multiply(x, around=around, largest_TX=rows.largest_TX)
+        begun = rows.x if norm is None else rows.half_normed
+        if very_few and rows.largest_TX is not None and begun is not None:
+            return multiply(begun, around=around, largest_TX=rows.largest_TX)
         q_TI, scale_T1 = rows.rounded or round_rows(rows.x, norm)
         if few:
             plain = around._replace(norm=None, next_norm=next_norm if very_few else None)
