@@ -124,8 +124,12 @@ def decode_step_ms(replica: Replica, lengths: list[Lengths]) -> float:
 
 
 def measured_settings(folder: Path = RESULTS) -> Iterator[Setting]:
-    """Every setting of every result file that is understood."""
+    """Every setting of every result file that is understood, but for those of code that is gone,
+    which docs still name.
+    """
     for path in sorted(folder.glob("*.json")):
+        if path.stem.endswith("_earlier"):
+            continue
         read = next((read for kind, read in READERS.items() if path.stem.startswith(kind)), None)
         content = json.loads(path.read_text())
         card = (content.get("card") or "").removeprefix("NVIDIA ").split(" ")[0]

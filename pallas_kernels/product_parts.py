@@ -106,7 +106,7 @@ def load_around(
         at, live: indices of the result, rows first, and which of them are there.
     """
     found = {}
-    if "square" in ref:  # added up after the sum: until then nobody waits for them
+    if "square" in ref:  # added up where they are needed: until then nobody waits for them
         X, T = ref["square"].shape
         x_X1, t_1R = jnp.arange(pl.next_power_of_2(X))[:, None], t_R[None, :]
         live_XR = (x_X1 < X) & (t_1R < T)

@@ -194,7 +194,8 @@ def quantized_linear(
     config = config or tuning_config(T=T, D=D, F=F, group=group, **types)
     if x_TD.dtype.name not in WIDE and not (x_TD.dtype == E4M3 and is_float):
         raise ValueError(f"rows in {x_TD.dtype} do not go with a kernel in {kernel_FX.dtype}")
-    if rounds and (not is_float or groups > 1 or x_TD.dtype == E4M3):
+    rounded = x_TD.dtype == E4M3 or row_scale_T is not None
+    if rounds and (not is_float or groups > 1 or rounded):
         raise ValueError("rows in 16 bits are rounded for a kernel in e4m3 without groups alone")
     if not config.fits(D, F, group) or not is_float and config.block_in % RUN:
         raise ValueError(f"rows of {D} to {F} outputs in groups of {group} do not fit {config}")

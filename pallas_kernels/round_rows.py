@@ -30,7 +30,7 @@ E4M3 = jnp.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 SMALLEST = 2.0**-100  # rows of nothing larger do not fill e4m3's range
 MAX_WIDTH = 32768  # of a row, which a program holds in its registers
-PER_CORE = 2  # programs that share rows and run at once on a multiprocessor, by their registers
+PER_CORE = 2  # programs of 16-bit sums that run at once on a multiprocessor, by their registers
 AHEAD = 4  # arrays of each input that a program asks for at once
 EMPTY = -1  # the sign bit is set, as in no largest value, NaN or not
 
@@ -79,10 +79,12 @@ def added_layout(D: int) -> Layout:
     return Layout(4 * 32 * num_warps, num_warps)
 
 
-def gated_layout(T: int, F: int) -> Layout:
-    """A thread has four neighbours of each array, all of whose scales it reads at once (H200)."""
+def gated_layout(T: int, F: int, sums_bytes: int = 2) -> Layout:
+    """A thread has four neighbours of each array, all of whose scales it reads at once (H200). Sums
+    of more bytes take more registers: fewer programs are sure to run at once.
+    """
     programs = 1
-    while 2 * programs * T <= most_sharing() and F // programs >= 4096:
+    while 2 * programs * T <= most_sharing() * 2 // sums_bytes and F // programs >= 4096:
         programs *= 2
     num_warps = 16 if F // programs >= 8192 else 8
     return Layout(4 * 32 * num_warps, num_warps, programs)
@@ -90,7 +92,9 @@ def gated_layout(T: int, F: int) -> Layout:
 
 @cache
 def most_sharing() -> int:
-    """Programs that may share rows: they wait for each other, so the card has room for all."""
+    """Programs of 16-bit sums that may share rows: they wait for each other, so the card has room
+    for all.
+    """
     device = jax.devices()[0]
     return PER_CORE * getattr(device, "core_count", 0)  # of a CPU there is none
 
@@ -157,7 +161,7 @@ def round_gated(
     operands = {
         "sums": sums_T2F, "row_scale": row_scale_T1, "scale": scale_2F, "bias": bias_2F,
     }  # fmt: skip
-    layout = gated_layout(T, F)
+    layout = gated_layout(T, F, sums_T2F.dtype.itemsize)
     if interpret:  # programs run one after the other: none can wait for the next
         layout = layout._replace(programs=1)
     row = partial(_gated_row, activation=activation, dtype=dtype, on_card=not interpret)

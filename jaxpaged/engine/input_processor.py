@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxpaged.engine.errors import BadRequestError
@@ -122,7 +122,8 @@ class InputProcessor:
             token_ids = list(prompt)  # type: ignore[arg-type]
             if not {*map(type, token_ids)} <= {int}:
                 raise BadRequestError("a token prompt must be a list of integers", "prompt")
-            self._check_range("prompt", token_ids)
+            if token_ids and (min(token_ids) < 0 or max(token_ids) >= self._info.vocab_size):
+                self._check_range("prompt", token_ids)
         if not token_ids:
             raise BadRequestError("the prompt is empty: it needs at least one token", "prompt")
         return token_ids
@@ -173,15 +174,15 @@ class InputProcessor:
         self._check_range("stop_token_ids", params.stop_token_ids)
         self._check_range("allowed_token_ids", params.allowed_token_ids or ())
 
-    def _check_range(self, field: str, token_ids: Collection[int]) -> None:
+    def _check_range(self, field: str, token_ids: Iterable[int]) -> None:
         vocab = self._info.vocab_size
-        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab):
-            outside = next(token_id for token_id in token_ids if not 0 <= token_id < vocab)
-            raise BadRequestError(
-                f"{field} holds token id {outside}, which is outside the vocabulary: ids are "
-                f"0 to {vocab - 1}",
-                field,
-            )
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab:
+                raise BadRequestError(
+                    f"{field} holds token id {token_id}, which is outside the vocabulary: ids are "
+                    f"0 to {vocab - 1}",
+                    field,
+                )
 
     def _check_logprobs(self, params: SamplingParams) -> None:
         for field in ("logprobs", "prompt_logprobs"):

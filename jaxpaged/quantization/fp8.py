@@ -94,7 +94,8 @@ class Fp8:
         if rows.x.shape[1] > MAX_WIDTH:
             return None
         few = few_rows_fit(rows.x.shape, E4M3, arrays, activation)
-        very_few = few and rows.x.shape[0] <= MAX_ROUNDED_ROWS
+        half = rows.x.dtype.itemsize == 2  # float32 stays what it is until it is rounded
+        very_few = few and half and rows.x.shape[0] <= MAX_ROUNDED_ROWS
         multiply = partial(few_rows, arrays=arrays, dtype=dtype, finds_largest=very_few)
         begun = rows.x if norm is None else rows.half_normed
         if very_few and rows.largest_TX is not None and begun is not None:

@@ -49,9 +49,8 @@ class Stage:
         if model.mesh is not None and model.stores_to_peers:
             self._boxes, where_N2 = make_boxes(model.mesh)  # kept: programs know their addresses
             self.state = self.state.replace(peer_addresses_N2=where_N2)
-        if device.platform == "gpu":
-            here = self.state.last_token.sharding.addressable_devices
-            self._between_holes = [keep_holes(each) for each in here]
+        here = self.state.last_token.sharding.addressable_devices
+        self._between_holes = [keep_holes(each) for each in here]  # kept: without them all is one
         self.followers = followers  # None: all devices of the mesh are this host's
         self._head_params = head_params(params) if model.is_last else None
 

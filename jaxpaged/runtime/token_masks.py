@@ -41,11 +41,9 @@ def static_mask(request: Request, vocab: int) -> np.ndarray | None:
 
 
 def waits_for_last_token(item: ScheduledSequence) -> bool:
-    """Whether the mask of the token that this step samples depends on the token before."""
+    """Whether the mask of the token that a sequence samples depends on the token before."""
     request = item.sequence.request
-    return item.samples and (
-        request.grammar is not None or any(len(word) > 1 for word in request.bad_word_ids)
-    )
+    return request.grammar is not None or any(len(word) > 1 for word in request.bad_word_ids)
 
 
 def below_min_tokens(item: ScheduledSequence) -> bool:

@@ -69,6 +69,16 @@ def test_stop_string_cuts_text_and_tokens(llm: LLM) -> None:
     assert len(cut.outputs[0].token_ids) < 8
 
 
+def test_news_of_what_has_ended_are_no_outputs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they come when the engine has computed a token more than a stop string left."""
+    step = llm._core.step
+    late = SequenceOutput(request_id="ended", index=0, token_ids=[1])
+    monkeypatch.setattr(llm._core, "step", lambda: [*step(), late])
+    (whole,) = llm.generate(PROMPT, GREEDY, use_tqdm=False)
+    assert whole.finished
+    assert all(piece.request_id != "ended" for piece in llm.stream(PROMPT, GREEDY))
+
+
 def test_chat_ends_by_itself_and_takes_many_conversations(llm: LLM) -> None:
     messages = [{"role": "user", "content": "Good morrow, who art thou?"}]
     params = SamplingParams(max_tokens=200, seed=3, temperature=0.8)

@@ -22,7 +22,7 @@ from pallas_kernels import dependents
 from pallas_kernels import round_rows as rounding
 from pallas_kernels.paged_attention_triton import paged_attention_triton
 from pallas_kernels.peer_sum import Peers, peer_sum
-from pallas_kernels.quantized_linear import quantized_linear
+from pallas_kernels.quantized_linear import MAX_ROUNDED_ROWS, quantized_linear
 from pallas_kernels.rms_norm import Norm, Rows, half_norm
 from pallas_kernels.rope_write import Written, rope_write
 from pallas_kernels.round_rows import MAX_WIDTH, round_added, round_gated, round_rows
@@ -204,6 +204,7 @@ def compile_linear(
 # D, F, kernel, dtype of the rows, groups: the products of Qwen2.5 7B in every storage.
 QUANTIZED: tuple[tuple[int, int, str, str, int], ...] = (
     (3584, 4608, "float8_e4m3fn", "bfloat16", 1),
+    (3584, 37888, "float8_e4m3fn", "bfloat16", 1),
     (3584, 37888, "float8_e4m3fn", "bfloat16", 28),
     (18944, 3584, "int16", "bfloat16", 1),
     (3584, 3584, "uint16", "bfloat16", 28),
@@ -226,7 +227,7 @@ def compile_quantized(
         x_TD: jax.Array, factor_D: jax.Array, kernel_FX: jax.Array, scale: jax.Array, **rest: Any
     ) -> Rows:
         norm, x, activation = Norm(factor_D, 1e-6, False), half_norm(x_TD, factor_D), None
-        if kernel == "float8_e4m3fn" and groups > 1:
+        if kernel == "float8_e4m3fn" and (groups > 1 or T > MAX_ROUNDED_ROWS):
             x, scale_T1 = round_rows(x_TD, norm)
             rest["row_scale_T"] = scale_T1[:, 0]
         elif kernel == "float8_e4m3fn":

@@ -61,7 +61,7 @@ def test_sums_over_several_cards() -> None:
 
 
 def test_products_with_quantized_kernels() -> None:
-    assert len(compiled("--names", "--quantized", "1", "32", "64")) == 15
+    assert len(compiled("--names", "--quantized", "1", "32", "64")) == 18
 
 
 def test_rows_that_are_rounded_for_the_next_product() -> None:

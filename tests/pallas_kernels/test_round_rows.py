@@ -121,6 +121,8 @@ def test_programs_that_wait_for_each_other_have_room(
         for F in (1000, 4096, 18944, MAX_WIDTH):
             block, _, programs = gated_layout(T, F)
             assert programs == 1 or T * programs <= room
+            wide = gated_layout(T, F, sums_bytes=4).programs
+            assert wide == 1 or T * wide <= room // 2
             assert programs * block < 2 * F or programs == 1  # none is left without a column
             shared.add(programs)
     assert (len(shared) > 2) == (room > 0)

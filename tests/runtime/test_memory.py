@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from jaxpaged.config import GIB, EngineConfig
@@ -120,10 +121,18 @@ def test_the_fullest_device_counts() -> None:
     assert scarcest_memory([device(None)]) is None
 
 
-def test_holes_lie_between_arrays_that_stay() -> None:
-    before = {id(array) for array in jax.live_arrays()}
-    kept = keep_holes(jax.devices()[0])
-    new = [array for array in jax.live_arrays() if id(array) not in before]
-    assert sorted(array.nbytes for array in new) == sorted(array.nbytes for array in kept)
-    assert 2 * sum(array.nbytes for array in kept) == HOLE_BYTES
-    assert len(kept) == sum(count for count, _ in HOLES)
+def test_holes_lie_between_arrays_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[jax.Array] = []
+
+    def device_put(array: np.ndarray, device: Any) -> jax.Array:
+        made.append(jax.numpy.asarray(array))
+        return made[-1]
+
+    monkeypatch.setattr(jax, "device_put", device_put)
+    kept = keep_holes(SimpleNamespace(platform="gpu"))  # type: ignore[arg-type]
+    holes, between = made[::2], made[1::2]  # in the order in which they take their places
+    assert [id(array) for array in kept] == [id(array) for array in between]
+    assert [array.nbytes for array in holes] == [array.nbytes for array in between]
+    assert sum(array.nbytes for array in made) == HOLE_BYTES
+    assert len(holes) == sum(count for count, _ in HOLES)
+    assert keep_holes(jax.devices("cpu")[0]) == []
