@@ -19,7 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels.elementwise import elementwise
 
 # PTX from two pairs, $1, to their even halves or their odd ones, $0.
 CONVERSIONS = {
@@ -86,12 +87,9 @@ def even_and_odd(pair: jax.Array, stored: Any, *, interpret: bool) -> tuple[jax.
     if interpret:
         both = lax.bitcast_convert_type(lax.bitcast_convert_type(pair, jnp.uint8), stored)
         return both[..., 0].astype(jnp.float16), both[..., 1].astype(jnp.float16)
-    half = jax.ShapeDtypeStruct(pair.shape, jnp.float16)
     even, odd = (
-        pltriton.elementwise_inline_asm(
-            asm, args=[pair], constraints="=r,r", pack=2, result_shape_dtypes=[half]
-        )[0]
-        for asm in CONVERSIONS[jnp.dtype(stored).name]
+        elementwise(code, "=r,r", pair, dtype=jnp.float16, pack=2)
+        for code in CONVERSIONS[jnp.dtype(stored).name]
     )
     return even, odd
 

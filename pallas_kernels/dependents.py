@@ -13,7 +13,8 @@ from functools import cache
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels.elementwise import elementwise
 
 LANES = 32  # of a warp
 LET_NEXT_START = "griddepcontrol.launch_dependents; mov.b32 $0, $1;"
@@ -36,11 +37,5 @@ def let_next_start(program: jax.Array, on_card: bool) -> jax.Array:
     """
     if not on_card or not is_supported():
         return program
-    (program_L,) = pltriton.elementwise_inline_asm(
-        LET_NEXT_START,
-        args=[jnp.full((LANES,), program)],
-        constraints="=r,r",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct((LANES,), jnp.int32)],
-    )
-    return program_L.max()
+    program_L = jnp.full((LANES,), program)
+    return elementwise(LET_NEXT_START, "=r,r", program_L, dtype=jnp.int32).max()

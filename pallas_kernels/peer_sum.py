@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.elementwise import elementwise
 from pallas_kernels.product_parts import call_by_name, result_shapes
 from pallas_kernels.rms_norm import Rows
 
@@ -203,11 +203,4 @@ def _kernel(*refs: Any, names: tuple[str, ...], box: int, on_card: bool) -> None
 
 
 def _asm(code: str, *args_W: jax.Array) -> jax.Array:
-    (result_W,) = pltriton.elementwise_inline_asm(
-        code,
-        args=args_W,
-        constraints="=r" + ",r" * len(args_W),
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(args_W[0].shape, jnp.int32)],
-    )
-    return result_W
+    return elementwise(code, "=r" + ",r" * len(args_W), *args_W, dtype=jnp.int32)

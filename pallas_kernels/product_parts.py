@@ -87,11 +87,6 @@ def gated(sums: jax.Array, axis: int, activation: str) -> jax.Array:
     return ACTIVATIONS[activation](gate) * up
 
 
-def row_root(square_XR: jax.Array, D: int, eps: float) -> jax.Array:
-    """What a norm multiplies rows [R] of D terms by, of the sums of squares of their X parts."""
-    return lax.rsqrt(square_XR.sum(axis=0) / D + eps)
-
-
 def load_around(
     ref: Mapping[str, Any],
     t_R: jax.Array,

@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.dependents import let_next_start
+from pallas_kernels.elementwise import elementwise
 from pallas_kernels.product_parts import (
     EARLY_ROWS,
     NOT_IN_KERNELS,
@@ -34,10 +35,9 @@ from pallas_kernels.product_parts import (
     gated,
     load_around,
     result_shapes,
-    row_root,
     share_sum,
 )
-from pallas_kernels.rms_norm import HalfNormed, Rows
+from pallas_kernels.rms_norm import HalfNormed, Rows, row_root
 from pallas_kernels.round_rows import row_scale
 from pallas_kernels.wide_integers import ELEMENT, PACKED, RUN, WIDE, packed, unit, unpack
 
@@ -409,7 +409,7 @@ def _unpack(words_WX: jax.Array, part: int, dtype: Any, on_card: bool) -> jax.Ar
     """One of each element's weights, less half their range, in that dtype's units."""
     bits = ELEMENT // packed(words_WX.dtype)
     if on_card:
-        return _elementwise(unpack(bits, part, dtype), "=r,r", 2, words_WX, dtype=dtype)
+        return elementwise(unpack(bits, part, dtype), "=r,r", words_WX, dtype=dtype, pack=2)
     weights_WX = (words_WX.astype(jnp.int32) >> bits * part) % 2**bits - 2 ** (bits - 1)
     return (weights_WX * unit(dtype)).astype(dtype)
 
@@ -419,15 +419,4 @@ def _fused(a: jax.Array, b: jax.Array, c: jax.Array, on_card: bool) -> jax.Array
     if not on_card:
         return a * b + c
     b = jnp.broadcast_to(b, a.shape)
-    return _elementwise("fma.rn.f32 $0, $1, $2, $3;", "=r,r,r,r", 1, a, b, c, dtype=a.dtype)
-
-
-def _elementwise(asm: str, constraints: str, pack: int, *args: jax.Array, dtype: Any) -> jax.Array:
-    (result,) = pltriton.elementwise_inline_asm(
-        asm,
-        args=args,
-        constraints=constraints,
-        pack=pack,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, dtype)],
-    )
-    return result
+    return elementwise("fma.rn.f32 $0, $1, $2, $3;", "=r,r,r,r", a, b, c, dtype=a.dtype)

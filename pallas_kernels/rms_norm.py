@@ -44,6 +44,11 @@ class HalfNormed(NamedTuple):
     square_XT: jax.Array
 
 
+def row_root(square_XT: jax.Array, D: int, eps: float) -> jax.Array:
+    """What a norm multiplies rows [T] of D terms by, of the sums of squares of their X parts."""
+    return lax.rsqrt(square_XT.sum(axis=0) / D + eps)
+
+
 class Rounded(NamedTuple):
     """Rows in 8-bit floats.
 

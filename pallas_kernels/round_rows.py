@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.dependents import let_next_start
+from pallas_kernels.elementwise import elementwise
 from pallas_kernels.product_parts import ACTIVATIONS
 from pallas_kernels.rms_norm import Norm, Rounded, Rows
 
@@ -313,37 +314,25 @@ def _ahead(loads: Iterable[Loads], on_card: bool) -> Iterable[Loads]:
     return chain(first, rest)
 
 
-def _by_code(x_B: jax.Array, code: str, constraints: str, dtype: Any, pack: int = 2) -> jax.Array:
-    """What the card's instructions make of so many values at once."""
-    (y_B,) = pltriton.elementwise_inline_asm(
-        code,
-        args=(x_B,),
-        constraints=constraints,
-        pack=pack,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x_B.shape, dtype)],
-    )
-    return y_B
-
-
 def _cast(x_B: jax.Array, dtype: Any, on_card: bool) -> jax.Array:
     """Float32s rounded to some dtype."""
     if not on_card or dtype != jnp.bfloat16:
         return x_B.astype(dtype)
-    return _by_code(x_B, _TO_BFLOAT16, "=r,f,f", dtype)
+    return elementwise(_TO_BFLOAT16, "=r,f,f", x_B, dtype=dtype, pack=2)
 
 
 def _wide(x_B: jax.Array, on_card: bool) -> jax.Array:
     """As float32s."""
     if not on_card or x_B.dtype != jnp.bfloat16:
         return x_B.astype(jnp.float32)
-    return _by_code(x_B, _TO_FLOAT32, "=&f,=f,r", jnp.float32)
+    return elementwise(_TO_FLOAT32, "=&f,=f,r", x_B, dtype=jnp.float32, pack=2)
 
 
 def _activated(gate_B: jax.Array, activation: str, on_card: bool) -> jax.Array:
     if not on_card or activation not in GATED_BY:
         return ACTIVATIONS[activation](gate_B)
     sigmoid_of_B = GATED_BY[activation](gate_B)
-    return gate_B * _by_code(sigmoid_of_B, _SIGMOID, "=&f,f", jnp.float32, pack=1)
+    return gate_B * elementwise(_SIGMOID, "=&f,f", sigmoid_of_B, dtype=jnp.float32)
 
 
 def _scaled(

@@ -30,10 +30,9 @@ from pallas_kernels.product_parts import (
     gated,
     load_around,
     result_shapes,
-    row_root,
     share_sum,
 )
-from pallas_kernels.rms_norm import HalfNormed, Rows
+from pallas_kernels.rms_norm import HalfNormed, Rows, row_root
 
 MAX_ROWS = 64
 MAX_ELEMENTS = 8 << 20  # of a kernel; XLA streams larger ones as fast, and fuses as much

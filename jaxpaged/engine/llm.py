@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import threading
@@ -73,6 +74,8 @@ class LLM:
         )
         group = join_hosts(self.config, end_process)
         self._core = EngineCore(self.config, group=group)
+        if self._core.info.platform == "gpu":
+            gc.collect()  # what tracing has left: now, and not for tenths of a second among steps
         self._grammars = None if self.tokenizer is None else GrammarChecker(self.tokenizer.file)
         self._inputs = InputProcessor(self._core.info, self.tokenizer, self._grammars)
         self._outputs = OutputProcessor(self.tokenizer)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxpaged.parallel.sharding import num_parts, split_product
 from jaxpaged.quantization import Around, ArraySpec, Scheme, divides, finished
 from pallas_kernels.peer_sum import Peers, is_supported, peer_sum
-from pallas_kernels.rms_norm import Norm, Rows, half_norm, rms_norm
+from pallas_kernels.rms_norm import Norm, Rows, half_norm, rms_norm, row_root
 from pallas_kernels.small_batch_linear import is_faster, small_batch_linear
 
 Leaf = tuple[tuple[int, ...], tuple[str | None, ...], Any, Any]  # shape, axes, initializer, dtype
@@ -175,7 +175,7 @@ def _product(
             precision=matmul_precision(dtype),
         )
         if half is not None and norm is not None:
-            root_T = lax.rsqrt(half.square_XT.sum(axis=0) / x_TI.shape[1] + norm.eps)
+            root_T = row_root(half.square_XT, x_TI.shape[1], norm.eps)
             y = y.astype(jnp.float32) * root_T.reshape(-1, *(1,) * (y.ndim - 1))
     if axis is not None:
         if peers is not None and is_supported(y, peers.addresses_N2.shape[0]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Sequence
@@ -169,7 +168,6 @@ def start_runner(config: EngineConfig, *, serving: bool, group: Group | None = N
         "warmup": time.perf_counter() - begin,
     }
     if device.platform == "gpu":
-        gc.collect()  # what tracing has left: now, and not for tenths of a second among requests
         for each in devices:
             report_outside_pool(each)
     name = jnp.dtype(dtype).name
