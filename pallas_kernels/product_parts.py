@@ -25,24 +25,17 @@ EARLY_ROWS = 16  # of a program, for which what stands around a sum is loaded be
 
 
 def result_shapes(
-    shape: tuple[int, int],
-    dtype: Any,
-    *,
-    blocks: int,
-    begins_norm: bool,
-    finds_largest: bool = False,
+    shape: tuple[int, int], dtype: Any, *, blocks: int, begins_norm: bool
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Of the rows that a kernel makes, and of the first half of their norm if it begins it.
 
     Args:
-        blocks: parts of a row, each of which has its own sum of squares and largest value.
+        blocks: parts of a row, each of which has its own sum of squares.
     """
     outs = {"out": jax.ShapeDtypeStruct(shape, dtype)}
     if begins_norm:
         outs["next"] = outs["out"]
         outs["next_square"] = jax.ShapeDtypeStruct((blocks, shape[0]), jnp.float32)
-    if finds_largest:
-        outs["next_largest"] = jax.ShapeDtypeStruct((shape[0], blocks), jnp.float32)
     return outs
 
 
@@ -74,7 +67,7 @@ def call_by_name(
     )(*given.values())
     found = dict(zip(outs, results, strict=True))
     half = HalfNormed(found["next"], found["next_square"]) if "next" in found else None
-    return Rows(found["out"], half, largest_TX=found.get("next_largest"))
+    return Rows(found["out"], half)
 
 
 def gated(sums: jax.Array, axis: int, activation: str) -> jax.Array:

@@ -16,7 +16,7 @@ the first and completed by the second, as in small_batch_linear.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import jax
@@ -38,13 +38,10 @@ from pallas_kernels.product_parts import (
     share_sum,
 )
 from pallas_kernels.rms_norm import HalfNormed, Rows, row_root
-from pallas_kernels.round_rows import row_scale
 from pallas_kernels.wide_integers import ELEMENT, PACKED, RUN, WIDE, packed, unit, unpack
 
 MAX_ROWS = 64  # beyond, widening the kernel once for all rows costs less
 MAX_E4M3_ROWS = 16  # of rows in e4m3, which cuBLASLt multiplies as they are
-MAX_ROUNDED_ROWS = 8  # of rows that are rounded on the way and not before, where that is faster
-MAX_PARTS = 128  # of a row, whose largest values are read at once
 E4M3 = jnp.float8_e4m3fn
 
 
@@ -134,13 +131,11 @@ def quantized_linear(
     *,
     zero_GF: jax.Array | None = None,
     row_scale_T: jax.Array | None = None,
-    largest_TX: jax.Array | None = None,
     eps: float = 0.0,
     bias_F: jax.Array | None = None,
     activation: str | None = None,
     residual_TF: jax.Array | None = None,
     next_scale_F: jax.Array | None = None,
-    finds_largest: bool = False,
     dtype: Any = None,
     config: TuningConfig | None = None,
     interpret: bool = False,
@@ -158,21 +153,18 @@ def quantized_linear(
         scale: float32, [F] or [G, F] for G groups of neighbouring terms.
         zero_GF: int8, subtracted from the kernel.
         row_scale_T: float32.
-        largest_TX: float32, largest absolute values of X parts of each row: for a kernel in e4m3
-            without groups, rows are rounded to e4m3 here, by the largest of these.
         eps: of the norm of x.
         bias_F: added to the product.
         activation: a name from `ACTIVATIONS`, but not gelu by the error function. The outputs are
             then gates, and after them as many ups: activation(gate) * up, [T, F / 2], comes out.
         residual_TF: added last, as the result has columns.
         next_scale_F: factors of the norm of the result, to begin it here.
-        finds_largest: tell the largest values of the result, or of what its norm begins with.
         dtype: of the result; None: that of the rows, or bfloat16 for e4m3.
         config: layout on the card, which must divide D and F; None: `tuning_config`.
         interpret: run on any platform, slowly.
 
     Returns:
-        [T, F] or, with an activation, [T, F / 2], the first half of its norm and `largest_TX`.
+        [T, F] or, with an activation, [T, F / 2], and the first half of its norm.
 
     Raises:
         ValueError: operands outside these bounds.
@@ -188,15 +180,10 @@ def quantized_linear(
         raise ValueError(f"expected a kernel in e4m3, int16 or uint16, got {kernel_FX.dtype}")
     if dtype is None:
         dtype = jnp.bfloat16 if x_TD.dtype == E4M3 else x_TD.dtype
-    rounds = largest_TX is not None
-    rows_dtype = E4M3 if rounds else x_TD.dtype
-    types = {"rows_dtype": rows_dtype, "kernel_dtype": kernel_FX.dtype}
+    types = {"rows_dtype": x_TD.dtype, "kernel_dtype": kernel_FX.dtype}
     config = config or tuning_config(T=T, D=D, F=F, group=group, **types)
     if x_TD.dtype.name not in WIDE and not (x_TD.dtype == E4M3 and is_float):
         raise ValueError(f"rows in {x_TD.dtype} do not go with a kernel in {kernel_FX.dtype}")
-    rounded = x_TD.dtype == E4M3 or row_scale_T is not None
-    if rounds and (not is_float or groups > 1 or rounded):
-        raise ValueError("rows in 16 bits are rounded for a kernel in e4m3 without groups alone")
     if not config.fits(D, F, group) or not is_float and config.block_in % RUN:
         raise ValueError(f"rows of {D} to {F} outputs in groups of {group} do not fit {config}")
     if activation == NOT_IN_KERNELS:
@@ -209,7 +196,6 @@ def quantized_linear(
         "kernel": kernel_FX,
         "scale": scale.reshape(groups, F),
         "row_scale": row_scale_T,
-        "largest": largest_TX,
         "zero": zero_GF,
         "square": square_XT,
         "bias": bias_F,
@@ -218,13 +204,7 @@ def quantized_linear(
     }
     if zero_GF is not None:
         operands["sum"] = x_TD.astype(jnp.float32).reshape(T, groups, group).sum(-1).T
-    outs = result_shapes(
-        (T, columns),
-        dtype,
-        blocks=blocks,
-        begins_norm=next_scale_F is not None,
-        finds_largest=finds_largest,
-    )
+    outs = result_shapes((T, columns), dtype, blocks=blocks, begins_norm=next_scale_F is not None)
     if config.splits > 1:
         # One array serves all calls of a program: each leaves it as it was.
         operands["arrived"] = jnp.zeros((row_blocks * blocks,), jnp.int32)
@@ -267,8 +247,7 @@ def _kernel(
     at_R = jnp.minimum(t_R, T - 1)  # rows after the last are computed, but never written
     steps = D // C
     first, end = lax.div(steps * split, splits), lax.div(steps * (split + 1), splits)
-    rounds = "largest" in ref
-    dtype = E4M3 if rounds else ref["x"].dtype
+    dtype = ref["x"].dtype
     parts = packed(ref["kernel"].dtype)
     is_float = parts == 1
     one = 1.0 if is_float else unit(dtype)  # what comes out of the kernel for it
@@ -277,33 +256,6 @@ def _kernel(
         # Not the last row over and over: all programs would ask for the same few lines at once.
         live_RC = jnp.broadcast_to(t_R[:, None] < T, (R, d_C.size))
         return pltriton.load(ref["x"].at[t_R[:, None], d_C[None, :]], mask=live_RC)
-
-    def load_largest() -> list[jax.Array]:
-        """Of the parts of rows that are rounded here."""
-        X = ref["largest"].shape[1]
-        width = min(MAX_PARTS, pl.next_power_of_2(X))
-        found = []
-        for start in range(0, X, width):
-            x_1X = start + jnp.arange(width)[None, :]
-            at, live_RX = (t_R[:, None], x_1X), (t_R[:, None] < T) & (x_1X < X)
-            found.append(pltriton.load(ref["largest"].at[at], mask=live_RX, other=0))
-        return found
-
-    def measure_rows() -> tuple[jax.Array, jax.Array]:
-        """What rows that are rounded here are multiplied by, and what their sums are."""
-        scale_R = row_scale(reduce(jnp.maximum, largest).max(axis=1))
-        root_R = row_root(early["square"], D, eps) if "square" in early else 1.0
-        return 1 / scale_R, scale_R * root_R
-
-    def add_rounded(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        sum_WR, x_RC, inverse_R, factor_R = carry
-        d_C = i * C + jnp.arange(C)
-        words_WC = ref["kernel"][f_W[:, None], d_C[None, :]]
-        following_RC = rows(jnp.minimum(i + 1, end - 1) * C + jnp.arange(C))
-        # In the first step, when weights are on their way.
-        inverse_R, factor_R = lax.cond(i == first, measure_rows, lambda: (inverse_R, factor_R))
-        q_RC = (x_RC.astype(jnp.float32) * inverse_R[:, None]).astype(E4M3)
-        return sum_WR + _dot(words_WC, q_RC), following_RC, inverse_R, factor_R
 
     def add_product(i: jax.Array, sum_WR: jax.Array) -> jax.Array:
         x_X, run = jnp.arange(C // parts), RUN // parts
@@ -350,14 +302,9 @@ def _kernel(
         return found
 
     # Of few rows it is there when the sum is, of more it would take too many registers.
-    early = load() if R <= EARLY_ROWS or rounds else {}
-    largest = load_largest() if rounds else []
+    early = load() if R <= EARLY_ROWS else {}
     sum_WR = jnp.zeros((W, R), jnp.float32)
-    if rounds:
-        one_R = jnp.ones((R,), jnp.float32)
-        carry = (sum_WR, rows(first * C + jnp.arange(C)), one_R, one_R)
-        sum_WR, _, _, factor_R = lax.fori_loop(first, end, add_rounded, carry)
-    elif groups == 1:
+    if groups == 1:
         sum_WR = lax.fori_loop(first, end, add_product, sum_WR)
     else:
         sum_WR, _ = lax.fori_loop(first, end, add_group_step, (sum_WR, load_group(first)))
@@ -369,9 +316,7 @@ def _kernel(
                 zero_W = around["zero"].astype(jnp.float32) * one
                 sum_WR -= zero_W[:, None] * around["sum"][None, :]
             sum_WR *= (around["scale"] * (1 / one))[:, None]
-        if rounds:
-            sum_WR *= factor_R[None, :]
-        elif "square" in around:
+        if "square" in around:
             sum_WR *= row_root(around["square"], D, eps)[None, :]
         if "row_scale" in ref:
             sum_WR *= around["row_scale"][None, :]
@@ -382,16 +327,11 @@ def _kernel(
             y_BR += around["residual"].astype(jnp.float32)
         y_BR = y_BR.astype(ref["out"].dtype)
         pltriton.store(ref["out"].at[at_BR], y_BR, mask=live_BR)
-        next_BR = y_BR
         if "next_scale" in ref:
             # The only rounding, as in the norm: the root is divided by at the end.
-            next_BR = y_BR * around["next_scale"]
-            pltriton.store(ref["next"].at[at_BR], next_BR, mask=live_BR)
+            pltriton.store(ref["next"].at[at_BR], y_BR * around["next_scale"], mask=live_BR)
             square_R = jnp.square(y_BR.astype(jnp.float32)).sum(axis=0)
             pltriton.store(ref["next_square"].at[block, t_R], square_R, mask=t_R < T)
-        if "next_largest" in ref:
-            largest_R = jnp.abs(next_BR.astype(jnp.float32)).max(axis=0)
-            pltriton.store(ref["next_largest"].at[t_R, block], largest_R, mask=t_R < T)
 
     if splits == 1:
         finish(sum_WR)

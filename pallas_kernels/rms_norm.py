@@ -67,14 +67,11 @@ class Rows(NamedTuple):
     Attributes:
         half_normed: the first half of the norm that comes next.
         rounded: for a product of 8-bit floats, normalised if a norm comes first.
-        largest_TX: float32, the largest absolute values of X parts of each of the rows that a
-            product of 8-bit floats is to round: those half normed if they are there, or x.
     """
 
     x: jax.Array
     half_normed: HalfNormed | None = None
     rounded: Rounded | None = None
-    largest_TX: jax.Array | None = None
 
 
 def half_norm(x_TD: jax.Array, scale_D: jax.Array) -> HalfNormed:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -25,7 +24,6 @@ from jaxpaged.quantization.scheme import (
     sum_dtype,
 )
 from pallas_kernels.product_parts import NOT_IN_KERNELS
-from pallas_kernels.quantized_linear import MAX_ROUNDED_ROWS
 from pallas_kernels.rms_norm import Rows
 from pallas_kernels.round_rows import (
     E4M3,
@@ -86,24 +84,16 @@ class Fp8:
     def fused(
         self, rows: Rows, arrays: Mapping[str, jax.Array], around: Around, dtype: Any
     ) -> Rows | None:
-        """Very few rows are rounded by the kernel that multiplies them, if what made them has begun
-        their norm and tells their largest values; others are normalised and rounded by one kernel.
-        Of more rows, XLA makes sums, and what follows those is rounded for the next product, too.
+        """Rows are normalised and rounded by one kernel. Few are multiplied by another; of more,
+        XLA makes sums, and what follows those is rounded for the next product, too.
         """
         norm, bias, activation, residual, next_norm = around
         if rows.x.shape[1] > MAX_WIDTH:
             return None
-        few = few_rows_fit(rows.x.shape, E4M3, arrays, activation)
-        half = rows.x.dtype.itemsize == 2  # float32 stays what it is until it is rounded
-        very_few = few and half and rows.x.shape[0] <= MAX_ROUNDED_ROWS
-        multiply = partial(few_rows, arrays=arrays, dtype=dtype, finds_largest=very_few)
-        begun = rows.x if norm is None else rows.half_normed
-        if very_few and rows.largest_TX is not None and begun is not None:
-            return multiply(begun, around=around, largest_TX=rows.largest_TX)
         q_TI, scale_T1 = rows.rounded or round_rows(rows.x, norm)
-        if few:
-            plain = around._replace(norm=None, next_norm=next_norm if very_few else None)
-            return multiply(q_TI, around=plain, row_scale_T=scale_T1[:, 0])
+        if few_rows_fit(q_TI.shape, E4M3, arrays, activation):
+            plain = around._replace(norm=None, next_norm=None)
+            return few_rows(q_TI, arrays, plain, scale_T1[:, 0], dtype=dtype)
         sums, scale = contract(q_TI, arrays[KERNEL], dtype=sum_dtype(dtype)), arrays["kernel_scale"]
         fits = sums.shape[-1] <= MAX_WIDTH
         if residual is not None and next_norm is not None and sums.ndim == 2 and fits:

@@ -266,15 +266,12 @@ def few_rows(
     row_scale_T: jax.Array | None = None,
     *,
     dtype: Any,
-    largest_TX: jax.Array | None = None,
-    finds_largest: bool = False,
 ) -> Rows:
     """The product and what stands around it by one kernel: [T, *outputs] in `dtype`.
 
     Args:
         x: [T, I] rows, of which a norm is half done or wholly.
         arrays: the kernel [*outputs, its terms], scales and zeros [*outputs] or [groups, *outputs].
-        largest_TX, finds_largest: see `quantized_linear`.
     """
     kernel, scale, zero = arrays[KERNEL], arrays["kernel_scale"], arrays.get("kernel_zero")
     outputs = kernel.shape[:-1]
@@ -284,12 +281,7 @@ def few_rows(
         next_norm = None
     x_TI = x.scaled_TD if isinstance(x, HalfNormed) else x
     group = x_TI.shape[1] // math.prod(lead)
-    multiply: Callable[..., Rows] = partial(
-        quantized_linear,
-        row_scale_T=row_scale_T,
-        largest_TX=largest_TX,
-        finds_largest=finds_largest and (around.activation is not None or next_norm is not None),
-    )
+    multiply: Callable[..., Rows] = partial(quantized_linear, row_scale_T=row_scale_T)
     if _on_hopper(x_TI.shape, x_TI.dtype, arrays, around.activation is not None, group):
         multiply = mosaic.quantized_linear_mosaic
     rows = multiply(

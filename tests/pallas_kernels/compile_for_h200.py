@@ -22,7 +22,7 @@ from pallas_kernels import dependents
 from pallas_kernels import round_rows as rounding
 from pallas_kernels.paged_attention_triton import paged_attention_triton
 from pallas_kernels.peer_sum import Peers, peer_sum
-from pallas_kernels.quantized_linear import MAX_ROUNDED_ROWS, quantized_linear
+from pallas_kernels.quantized_linear import quantized_linear
 from pallas_kernels.rms_norm import Norm, Rows, half_norm
 from pallas_kernels.rope_write import Written, rope_write
 from pallas_kernels.round_rows import MAX_WIDTH, round_added, round_gated, round_rows
@@ -215,8 +215,8 @@ QUANTIZED: tuple[tuple[int, int, str, str, int], ...] = (
 def compile_quantized(
     mesh: Mesh, T: int, D: int, F: int, kernel: str, rows: str, groups: int
 ) -> jax.stages.Compiled:
-    """A product that completes a norm, or one of rows rounded to e4m3, by itself where it can; the
-    widest is gated, the others are added to a residual, where the next norm begins.
+    """A product that completes a norm, or one of rows rounded to e4m3; the widest is gated, the
+    others are added to a residual, where the next norm begins.
     """
     sharding = NamedSharding(mesh, PartitionSpec())
 
@@ -227,12 +227,9 @@ def compile_quantized(
         x_TD: jax.Array, factor_D: jax.Array, kernel_FX: jax.Array, scale: jax.Array, **rest: Any
     ) -> Rows:
         norm, x, activation = Norm(factor_D, 1e-6, False), half_norm(x_TD, factor_D), None
-        if kernel == "float8_e4m3fn" and (groups > 1 or T > MAX_ROUNDED_ROWS):
+        if kernel == "float8_e4m3fn":
             x, scale_T1 = round_rows(x_TD, norm)
             rest["row_scale_T"] = scale_T1[:, 0]
-        elif kernel == "float8_e4m3fn":
-            rest["largest_TX"] = jnp.abs(x_TD.astype(jnp.float32)).reshape(T, -1, 64).max(-1)
-            rest["finds_largest"] = True
         if "residual_TF" not in rest:
             activation = "silu"
         return quantized_linear(

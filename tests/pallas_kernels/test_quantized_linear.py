@@ -17,7 +17,6 @@ from pallas_kernels.quantized_linear import (
     tuning_config,
 )
 from pallas_kernels.rms_norm import Norm, half_norm, rms_norm
-from pallas_kernels.round_rows import row_scale
 
 D, F = 256, 128
 E4M3 = jnp.float8_e4m3fn
@@ -102,52 +101,6 @@ def test_a_norm_is_completed() -> None:
     assert error_TF.max() < 1e-2 * np.abs(np.asarray(want_TF, float)).max()
 
 
-def parts_of(x_TD: jax.Array, size: int) -> jax.Array:
-    """The largest of each part of a row."""
-    return jnp.abs(x_TD.astype(jnp.float32)).reshape(len(x_TD), -1, size).max(axis=2)
-
-
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize(
-    ("T", "part", "config"), [(1, 32, WHOLE), (5, 1, SPLIT), (27, D, SPLIT)], ids=str
-)
-def test_rows_are_rounded_on_the_way(T: int, part: int, config: TuningConfig, norm: bool) -> None:
-    """By their own largest value, be it told in one part or in more than are read at once."""
-    (_, *others), options, _ = operands("e4m3", T)
-    x_TD = jnp.asarray(RNG.normal(size=(T, D)) * 10.0 ** (np.arange(T)[:, None] % 5), jnp.bfloat16)
-    half = half_norm(x_TD, jnp.asarray(RNG.uniform(0.5, 2, D), jnp.bfloat16))
-    rows = half.scaled_TD if norm else x_TD
-    options |= {"largest_TX": parts_of(rows, part), "config": config}
-    y_TF = op(half if norm else rows, *others, eps=0.5, **options)
-    wide_TD = np.asarray(rows, np.float32)
-    scale_T1 = np.asarray(row_scale(jnp.abs(rows.astype(jnp.float32)).max(1, keepdims=True)))
-    q_TD = jnp.asarray(wide_TD * (1 / scale_T1), E4M3)
-    kernel, scale_F = (np.asarray(other, np.float64) for other in others)
-    want = np.asarray(q_TD, float) * scale_T1 @ (kernel * scale_F[:, None]).T
-    if norm:
-        want /= np.sqrt(np.square(np.asarray(x_TD, float)).mean(1, keepdims=True) + 0.5)
-    assert y_TF.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(y_TF, float), want, rtol=1e-2, atol=1e-4)
-    # e4m3 is coarse: were rows not rounded, most sums would come out elsewhere.
-    plain = wide_TD.astype(float) @ (kernel * scale_F[:, None]).T
-    assert norm or (np.abs(np.asarray(y_TF, float) - plain) > 1e-2 * np.abs(plain)).mean() > 0.5
-
-
-@pytest.mark.parametrize("config", [WHOLE, SPLIT])
-def test_the_largest_values_are_found(config: TuningConfig) -> None:
-    arguments, options, _ = operands("e4m3 rows", 5)
-    options |= {"config": config, "finds_largest": True}
-    around = {"next_scale_F": jnp.asarray(RNG.normal(size=F), jnp.bfloat16)}
-    for more in ({}, {"activation": "silu"}, around):
-        found = quantized_linear(*arguments, interpret=True, **options, **more)
-        rows = found.x if found.half_normed is None else found.half_normed.scaled_TD
-        assert found.largest_TX is not None
-        assert found.largest_TX.shape == (5, F // config.block_out)
-        want_T = parts_of(rows, rows.shape[1])[:, 0]
-        # On a CPU XLA may leave out the rounding to bfloat16.
-        np.testing.assert_allclose(found.largest_TX.max(1), want_T, rtol=2**-8)
-
-
 def test_float16() -> None:
     (x_TD, *others), options, want = operands("int4 groups", 3)
     y_TF = op(x_TD.astype(jnp.float16), *others, config=WHOLE, **options)
@@ -177,10 +130,6 @@ def test_operands_out_of_bounds() -> None:
         ((x_TD, packed, scale_GF), dataclasses.replace(WHOLE, block_in=128)),
         ((x_TD, packed, scale_GF), dataclasses.replace(WHOLE, block_in=32)),
     )
-    largest_TX = jnp.ones((4, 1))
-    for others in ((kernel, scale), (packed, scale_GF), (kernel.astype(E4M3), scale_GF)):
-        with pytest.raises(ValueError, match=r"without groups|do not fit"):
-            op(x_TD, *others, largest_TX=largest_TX, config=WHOLE)
     with pytest.raises(ValueError, match="gelu has no place"):
         op(x_TD, kernel, scale, activation="gelu", config=WHOLE)
     for operands_, config in calls:
