@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from pallas_kernels.page_scales import FLOAT8
 
@@ -42,8 +42,7 @@ def group_layers(windows_L: tuple[int | None, ...]) -> tuple[KVGroup, ...]:
     )
 
 
-@struct.dataclass
-class KVPages:
+class KVPages(NamedTuple):
     """One array of the pool."""
 
     values_P2KSH: jax.Array  # keys at 0, values at 1

@@ -157,9 +157,10 @@ class Programs:
         whole, options = state.last_token.sharding, compile_options(self.platform)
         match key:
             case Forward(bucket):
+                weights, structure = jax.tree.flatten(self.params)
                 return Program(
-                    functools.partial(forward, self.model, self.shapes, bucket),
-                    (self.params, state),
+                    functools.partial(forward, self.model, self.shapes, bucket, structure),
+                    (tuple(weights), state),
                     donate=(1,),
                     out_shardings=jax.tree.map(lambda array: array.sharding, state),
                     options=compile_options(

@@ -45,6 +45,7 @@ class Stage:
         followers: CommandSender | None = None,
     ) -> None:
         self.model, self.params, self.executables = model, params, executables
+        self._weights = tuple(jax.tree.leaves(params))
         self.state, self._penalties = zero_states(model, plan, device)
         if model.mesh is not None and model.stores_to_peers:
             self._boxes, where_N2 = make_boxes(model.mesh)  # kept: programs know their addresses
@@ -109,7 +110,7 @@ class Stage:
         if sent_TD is not None:
             receive = self.executables[Receive(bucket.num_tokens)]
             self.state = self.state.replace(x_TD=receive(self.state.x_TD, self.put(sent_TD)))
-        self.state = self.executables[Forward(bucket)](self.params, self.state)
+        self.state = self.executables[Forward(bucket)](self._weights, self.state)
         if self.model.is_last:
             return None
         # What goes on is a copy: the state stays where it is, or a GPU would record its graph anew.

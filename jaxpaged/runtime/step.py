@@ -1,6 +1,6 @@
 """The two jitted functions of a step, and the state that they hand on.
 
-`forward(params, state, packed) -> state` computes a bucket of tokens; `sample` turns the hidden
+`forward(weights, state) -> state` computes a bucket of tokens; `sample` turns the hidden
 rows that it left behind into tokens, which stay on the device as the next step's input. The
 state is donated, so pages, tables and tokens are updated in place. What the host says of a step
 goes up in one transfer and is copied into the state: a GPU replays a step as one recorded graph,
@@ -166,10 +166,16 @@ def forward(
     model: Decoder,
     shapes: StepShapes,
     bucket: Bucket,
-    params: Params,
+    structure: jax.tree_util.PyTreeDef,
+    weights: tuple[jax.Array, ...],
     state: EngineState,
 ) -> EngineState:
-    """Compute one bucket of tokens: write their pages, leave the sampled rows in `hidden_RD`."""
+    """Compute one bucket of tokens: write their pages, leave the sampled rows in `hidden_RD`.
+
+    Args:
+        structure: of the parameters, whose leaves are `weights`. Given as a tree, hundreds of names
+            would be sorted at every call, which takes the host as long as the rest of the call.
+    """
     arrays = shapes.forward_packing(bucket).unpack(state.input_X, shapes.forward_offset)
     slot_B = arrays.pop("slot_B")
     page_tables = update_page_tables(
@@ -182,6 +188,7 @@ def forward(
         **arrays,
     )
     x_TD = None if state.x_TD is None else state.x_TD[: bucket.num_tokens]
+    params = jax.tree.unflatten(structure, weights)
     inputs = {"params": params}, batch, state.last_token, state.kv_pages, x_TD
     if state.pool_sum_SD is None or state.pooled_RD is None:
         hidden_RD, kv_pages = model.apply(*inputs, method="forward")
