@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -63,6 +63,7 @@ class BatchBuilder:
             for rows in (buckets.scoring_rows if variant in SCORING else buckets.rows)
         }
         self._on_device: np.ndarray | None = None  # front of the state's `input_X`
+        self._steady: StepInput | None = None  # the last step, if the device may go on from it
         self._offset, self._sizes = shapes.forward_offset, shapes.input_sizes(buckets)
 
     def admit(self, sequences: Sequence[SequenceState]) -> None:
@@ -75,6 +76,8 @@ class BatchBuilder:
 
         A new buffer every time: the device may still read the one before.
         """
+        if self._goes_on(output):
+            return self._next_step(output)
         scheduled = output.sequences
         num_decodes = [item.num_tokens for item in scheduled].count(1)
         bucket = self._buckets.fit(
@@ -96,8 +99,44 @@ class BatchBuilder:
         known = self._on_device is not None and np.array_equal(self._on_device, words_X)
         self._on_device = words_X.copy()  # the transfer may still read the other
         if bucket.decode_only:
-            self._shapes.count_on(self._packings[bucket].views(self._on_device[self._offset :]))
-        return StepInput(bucket, None if known else words_X, uploads, sampling)
+            self._count_on(bucket)
+        made = StepInput(bucket, None if known else words_X, uploads, sampling)
+        steady = (
+            bucket.decode_only
+            and samples_B.all()
+            and sampling is not None
+            and rides_along(sampling.variant)
+            and (views["token_T"][: len(scheduled)] < 0).all()
+        )
+        self._steady = made if steady else None
+        return made
+
+    def _goes_on(self, output: SchedulerOutput) -> bool:
+        """Whether a step is one that the device makes for itself: see `StepShapes.next_input`."""
+        last = self._steady
+        if last is None or last.sampling is None or output.admitted or output.extended:
+            return False
+        before = last.sampling.sampled
+        return len(before) == len(output.sequences) and all(
+            item.slot == then.slot
+            and item.num_tokens == 1
+            and item.start == then.start + 1
+            and item.start >= len(item.sequence.token_ids)  # named by its slot
+            for item, then in zip(output.sequences, before, strict=True)
+        )
+
+    def _next_step(self, output: SchedulerOutput) -> StepInput:
+        """Such a step, of which nothing has to be told."""
+        assert self._steady is not None and self._steady.sampling is not None
+        sampling = replace(self._steady.sampling, sampled=list(output.sequences))
+        self._steady = StepInput(self._steady.bucket, None, [], sampling)
+        self._count_on(self._steady.bucket)
+        return self._steady
+
+    def _count_on(self, bucket: Bucket) -> None:
+        """Know what the device makes of its input after a decode step."""
+        assert self._on_device is not None
+        self._shapes.count_on(self._packings[bucket].views(self._on_device[self._offset :]))
 
     def padded_step(self, bucket: Bucket) -> np.ndarray:
         """Input of a step of nothing, whatever variant samples it."""

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxpaged.core.buckets import MAX_PROMPT_LOGPROB_ROWS, Buckets
 from jaxpaged.core.request import Request
@@ -29,13 +31,20 @@ SHAPES = StepShapes(
 )
 
 
+class Thorough(BatchBuilder):
+    """Takes no step for one that the device makes for itself without having packed it."""
+
+    def _goes_on(self, output: SchedulerOutput) -> bool:
+        return False
+
+
 class Host:
     """A scheduler and what packs its steps, one step ahead of the tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_pages: int = 200) -> None:
         config = SchedulerConfig(
             page_size=PAGE,
-            num_pages=200,
+            num_pages=num_pages,
             windows=(None, 8),
             max_num_seqs=SEQS,
             max_num_batched_tokens=TOKENS,
@@ -134,18 +143,85 @@ def test_decodes_chunks_and_scored_prompts_side_by_side() -> None:
     assert kinds == {(*mixed, True), (*mixed, False), (*decodes, False), (*steady, False)}
 
 
-def test_steady_decodes_go_up_once() -> None:
+def test_steady_decodes_go_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And are packed no more often."""
     host = Host()
     host.add(4 * PAGE, max_tokens=40)
     before, _ = host.step()
-    told = []
+    told, packed = [], []
+    pack = host.builder._new_step
+    monkeypatch.setattr(host.builder, "_new_step", lambda x: packed.append(x) or pack(x))
     for _ in range(2 * PAGE):
         scheduled, step = host.step()
         told.append(step.words_X is not None)
+        assert len(packed) == sum(told)
         host.take(before)
         before = scheduled
     new_page = [True] + [False] * (PAGE - 1)
     assert told == 2 * new_page
+
+
+def contents(step: StepInput) -> tuple[Any, ...]:
+    """What can be compared of a step's input."""
+    words, sampling = step.words_X, step.sampling
+    uploads = [(index_X.tolist(), page_X.tolist()) for index_X, page_X in step.table_uploads]
+    rows: tuple[Any, ...] = ()
+    if sampling is not None:
+        own = [*map(id, sampling.sampled)], sampling.slots.tolist(), sampling.prompt_rows
+        rows = sampling.num_rows, sampling.variant, sampling.embeds, *own
+    return step.bucket, None if words is None else words.tolist(), uploads, rows
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.integers(1, 20),
+            st.fixed_dictionaries(
+                {"max_tokens": st.integers(2, 30)},
+                optional={
+                    "logprobs": st.just(1),
+                    "min_tokens": st.just(2),
+                    "prompt_logprobs": st.just(0),
+                },
+            ),
+        ),
+        st.sampled_from(["abort", "late", *["step"] * 20]),
+    ),
+    min_size=20,
+    max_size=60,
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(ACTIONS, st.sampled_from([40, 200]))
+def test_what_is_not_packed_would_have_been_what_the_device_has(
+    actions: list[Any], num_pages: int
+) -> None:
+    """Requests that come, end, are aborted and preempted, tokens that are a step late or not."""
+    host = Host(num_pages)
+    thorough = Thorough(SHAPES, BUCKETS, host.slots)
+    before: list[SchedulerOutput] = []
+    late = 1
+    for action in actions:
+        if action == "late":
+            late = 1 - late
+        elif action == "abort":
+            host.scheduler.abort(str(host.num_requests))
+        elif action != "step":
+            prompt_len, params = action
+            host.add(prompt_len, **params)
+        else:
+            scheduled = host.scheduler.schedule()
+            for builder in (host.builder, thorough):
+                builder.admit(scheduled.admitted)
+            host.slots.admit(scheduled.admitted)
+            if scheduled.sequences:
+                found, want = (contents(x.step(scheduled)) for x in (host.builder, thorough))
+                assert found == want
+                np.testing.assert_array_equal(host.builder._on_device, thorough._on_device)
+                before.append(scheduled)
+            while len(before) > (late if scheduled.sequences else 0):
+                host.take(before.pop(0))
 
 
 @pytest.mark.parametrize("least", [0, 3])
