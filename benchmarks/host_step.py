@@ -3,9 +3,11 @@
     python -m benchmarks.host_step
 
 The real engine core, scheduler and batch builder, with the plan of a GPU; only the device is
-missing: its tokens are random and there at once, and JAX dispatches nothing. The front end's part
-runs in another process when serving, and is shown beside: `front end` streams the text of every
-token, `generate` is what `LLM.generate` does without a tokenizer, in the core's own process.
+missing: its tokens are random and there at once, and JAX dispatches nothing. What JAX takes for a
+call with as many arrays as a forward step has is timed apart, of an executable that does nothing.
+The front end's part runs in another process when serving, and is shown beside: `front end` streams
+the text of every token, `generate` is what `LLM.generate` does without a tokenizer, in the core's
+own process.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from statistics import median
 from typing import Any
 from unittest import mock
 
+import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
@@ -35,9 +39,12 @@ from jaxpaged.engine.messages import AddRequest, StepOutputs
 from jaxpaged.engine.output_processor import OutputProcessor
 from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.models import load_spec
+from jaxpaged.models.decoder import Decoder, abstract_params
+from jaxpaged.models.spec import ModelSpec
 from jaxpaged.runtime.batch_builder import BatchBuilder, StepInput
 from jaxpaged.runtime.model_runner import InFlight, StepResult
 from jaxpaged.runtime.plan import EnginePlan, make_plan
+from jaxpaged.runtime.programs import abstract_states
 from jaxpaged.runtime.slot_table import SlotTable
 from jaxpaged.runtime.startup import Started
 from jaxpaged.sampling_params import SamplingParams
@@ -93,8 +100,8 @@ class HostRunner:
         return StepResult(token_ids, [], None, None, None, None)
 
 
-def make_core(model: Path, batch: int) -> EngineCore:
-    """An engine core for `batch` sequences on a GPU that is not there."""
+def settings_of(model: Path, batch: int) -> tuple[ModelSpec, EngineConfig, EnginePlan]:
+    """Of an engine for `batch` sequences on a GPU that is not there."""
     config = EngineConfig(
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=batch,
@@ -103,10 +110,35 @@ def make_core(model: Path, batch: int) -> EngineCore:
     )
     spec = load_spec(json.loads(model.read_text()))
     plan = make_plan(config, spec, jnp.dtype(jnp.bfloat16), "gpu", serving=True)
-    runner: Any = HostRunner(plan.with_pages(config, 0))
+    return spec, config, plan.with_pages(config, 0)
+
+
+def make_core(model: Path, batch: int) -> EngineCore:
+    """An engine core without a device."""
+    _, config, plan = settings_of(model, batch)
+    runner: Any = HostRunner(plan)
     started = Started(runner, "none", "gpu", "bfloat16", "bfloat16", {})
     with mock.patch.object(engine_core, "start_runner", lambda *_, **__: started):
         return EngineCore(config)
+
+
+def measure_call(model: Path, calls: int) -> dict[str, float]:
+    """Microseconds of a call that has a forward step's arrays, of one number each."""
+    spec, _, plan = settings_of(model, 1)
+    decoder = Decoder(spec, plan.kv, jnp.bfloat16)
+    states, _ = abstract_states(decoder, plan, jax.devices()[0])
+    abstract = tuple(jax.tree.leaves(nn.meta.unbox(abstract_params(decoder)))), states
+    weights, state = jax.tree.map(lambda _: jnp.zeros(()), abstract)
+    step = jax.jit(lambda weights, state: state, donate_argnums=1, keep_unused=True)
+    compiled, watch = step.lower(weights, state).compile(), Stopwatch()
+    call = watch.timed("call", compiled)
+    for _ in range(calls):
+        state = call(weights, state)
+    jax.block_until_ready(state)
+    return {
+        "arrays": len(jax.tree.leaves((weights, state))),
+        "us": 1e6 * median(watch.seconds["call"]),
+    }
 
 
 def measure(
@@ -180,9 +212,11 @@ def main() -> None:
         for sampling, params in (("greedy", GREEDY), ("top-k, top-p", FILTERED)):
             figures = measure(core, tokenizer, params, batch, args)
             rows.append({"batch": batch, "sampling": sampling, **figures})
-    print(markdown(rows))
+    call = measure_call(args.model, args.steps)
+    print(markdown(rows), markdown([{f"call of a step, {key}": n for key, n in call.items()}]))
     path = write_results(
-        args.name, {"model": args.model.stem, "context": args.context, "rows": rows}
+        args.name,
+        {"model": args.model.stem, "context": args.context, "rows": rows, "call": call},
     )
     print(f"wrote {path}")
 

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from benchmarks.host_step import FILTERED, GREEDY, MODEL, make_core, measure
+from benchmarks.host_step import FILTERED, GREEDY, MODEL, make_core, measure, measure_call
 from benchmarks.make_tokenizer import make_tokenizer
 from jaxpaged.engine.tokenizer import Tokenizer
 
@@ -23,6 +23,13 @@ def test_every_part_of_a_step_is_timed(tmp_path: Path):
         assert sum(parts) < figures["all us"]
         assert not core.has_work
     assert core.stats().num_running == 0
+
+
+def test_a_call_has_the_arrays_of_a_step():
+    call = measure_call(MODEL, calls=2)
+    weights, state = 28 * 7 + 3, 28 + 5
+    assert call["arrays"] == weights + state
+    assert call["us"] > 0
 
 
 def test_the_core_is_that_of_a_gpu():
