@@ -14,6 +14,7 @@ from jaxpaged.quantization.formats import (
     Settings,
     by_output,
     contains,
+    names,
     require,
     require_group,
     unpack_words,
@@ -70,5 +71,5 @@ def reader(settings: Settings) -> Callable[[str], Quantized | None]:
     if not whole:
         require_group("awq", group)
     found = Quantized(WeightOnly("int4", None if whole else group, has_zero=True), Awq(whole))
-    plain = [HEAD, *(settings.get("modules_to_not_convert") or [])]
+    plain = [HEAD, *names("awq", settings, "modules_to_not_convert")]
     return lambda name: None if contains(name, plain) else found

@@ -30,6 +30,8 @@ def checkpoint_reader(settings: Settings) -> Reader:
         UnsupportedQuantizationError: a method or a variant of it that nothing here reads.
     """
     method = settings.get("quant_method") or "unnamed"
+    if method == "unnamed" and {"load_in_8bit", "load_in_4bit"} & settings.keys():
+        method = "bitsandbytes"  # whose older versions did not say so
     if method in METHODS:
         return METHODS[method](settings)
     instead = ""

@@ -16,8 +16,10 @@ from jaxpaged.quantization.formats import (
     WORDS,
     Settings,
     check_order,
+    filled,
     in_order,
     matches,
+    names,
     require,
     require_group,
     unpack_words,
@@ -72,8 +74,20 @@ class Integers(Source):
     @property
     def ignored(self) -> tuple[str, ...]:
         """Of activations, which stay as they are; config.json knows the shape."""
-        names = ("weight_shape", "input_zero_point", *IGNORED)
-        return names if self.has_zero else ("weight_zero_point", *names)
+        others = ("weight_shape", "input_zero_point", *IGNORED)
+        return (*self.implied, *others)
+
+    @property
+    def implied(self) -> Mapping[str, Types]:
+        """Zero points of symmetric weights."""
+        return {} if self.has_zero else {"weight_zero_point": BYTES + WORDS}
+
+    def contradiction(self, kind: str, stored: np.ndarray) -> str | None:
+        """Words of zero points are greater by half the range, too."""
+        none = 0
+        if stored.dtype == np.int32:
+            stored, none = stored.view(np.uint32), filled(2 ** (self.bits - 1), self.bits)
+        return None if (stored == none).all() else "symmetric true"
 
     def check(self, parts: Sequence[Mapping[str, np.ndarray]]) -> None:
         """Parts of one product share their rows, and so the order of these."""
@@ -129,9 +143,12 @@ def reader(settings: Settings) -> Callable[[str], Quantized | None]:
             f"config.json: quantization {METHOD!r} with transform_config is not supported: take a "
             f"checkpoint whose activations are not rotated"
         )
-    plain = settings.get("ignore") or []
+    plain = names(METHOD, settings, "ignore")
     groups = [
-        (group["targets"], _quantized(group, group.get("format") or settings.get("format")))
+        (
+            names(METHOD, {"targets": group["targets"]}, "targets"),
+            _quantized(group, group.get("format") or settings.get("format")),
+        )
         for group in (settings.get("config_groups") or {}).values()
     ]
 

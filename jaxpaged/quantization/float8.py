@@ -16,6 +16,7 @@ from jaxpaged.quantization.formats import (
     contains,
     expand_scales,
     matches,
+    names,
     require,
 )
 from jaxpaged.quantization.fp8 import Fp8
@@ -95,7 +96,8 @@ def reader(settings: Settings) -> Callable[[str], Quantized | None]:
         found = blocks(block[0])
     elif "weight_block_size" in settings:  # null: one block, whose scale has the name of many
         found = Quantized(Fp8(), Whole("weight_scale_inv"))
-    plain = (settings.get("modules_to_not_convert") or []) + (settings.get("ignored_layers") or [])
+    keys = ("modules_to_not_convert", "ignored_layers")
+    plain = [name for key in keys for name in names("fp8", settings, key)]
     return lambda name: None if contains(name, [HEAD, *plain]) else found
 
 
@@ -104,6 +106,7 @@ def modelopt_reader(settings: Settings) -> Callable[[str], Quantized | None]:
     settings = {**settings, **(settings.get("quantization") or {})}
     algorithm = settings.get("quant_algo")
     require("modelopt", "quant_algo", algorithm, ("FP8", PER_OUTPUT, None))
-    plain = [HEAD, *(settings.get("ignore") or []), *(settings.get("exclude_modules") or [])]
+    keys = ("ignore", "exclude_modules")
+    plain = [HEAD, *(name for key in keys for name in names("modelopt", settings, key))]
     found = Quantized(Fp8(), Whole()) if algorithm else None  # null: of pages alone
     return lambda name: None if matches(name, plain) or contains(name, plain) else found

@@ -52,8 +52,26 @@ def require_group(method: str, group: Any) -> None:
         require(method, "group_size", group, ("a positive number",))
 
 
+def names(method: str, settings: Settings, key: str) -> list[str]:
+    """Of modules, which a setting lists, if it is there.
+
+    Raises:
+        UnsupportedQuantizationError: it is no list of names.
+    """
+    found = settings.get(key) or []
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        require(method, key, found, ("a list of names",))
+    return found
+
+
 def by_output(x_GO: jax.Array, whole: bool) -> jax.Array:
-    """Scales or zero points of groups as [O, G], or as [O] where one group is the whole."""
+    """Scales or zero points of groups as [O, G], or as [O] where one group is the whole.
+
+    Raises:
+        TypeError: there are more.
+    """
+    if whole and x_GO.shape[0] != 1:
+        raise TypeError("there is more than one group")
     return x_GO[0] if whole else x_GO.T
 
 
@@ -86,6 +104,11 @@ def unpack_words(words: jax.Array, bits: int, axis: int) -> jax.Array:
     return jnp.moveaxis(numbers, -1, axis)
 
 
+def filled(number: int, bits: int) -> int:
+    """A word of one number over and over."""
+    return sum(number << place for place in range(0, 32, bits))
+
+
 def expand_scales(scale: jax.Array, rows: int, block: int, terms: int, group: int) -> jax.Array:
     """Scales of blocks of rows and terms, for each row and smaller groups of terms.
 
@@ -96,6 +119,11 @@ def expand_scales(scale: jax.Array, rows: int, block: int, terms: int, group: in
 
     Returns:
         [rows, terms / group].
+
+    Raises:
+        TypeError: that is another number of blocks.
     """
+    if scale.shape != (-(-rows // block), -(-terms // block)):
+        raise TypeError("scales are not of these blocks")
     by_row = jnp.repeat(scale, block, axis=0)[:rows]
     return jnp.repeat(by_row, block // group, axis=1)[:, : terms // group]

@@ -18,6 +18,7 @@ from jaxpaged.quantization.formats import (
     Settings,
     by_output,
     check_order,
+    filled,
     in_order,
     require,
     require_group,
@@ -42,14 +43,14 @@ class Gptq(Source):
 
     Attributes:
         bits: 4 or 8.
-        whole: there is one group, of all terms.
+        group: terms that share a scale; None: all.
         has_zero: zero points are stored that are not the middle.
         ordered: terms are grouped by g_idx, not by where they stand.
         zero_offset: stored zero points are less by this: 1 in checkpoints of the first version.
     """
 
     bits: int
-    whole: bool
+    group: int | None
     has_zero: bool
     ordered: bool
     zero_offset: int
@@ -63,8 +64,23 @@ class Gptq(Source):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """What says nothing; old writers gave every product a bias, of zeros."""
-        return ("bias", *({"qzeros", "g_idx"} - self.tensors.keys()))
+        """What says nothing new; old writers gave every product a bias, of zeros."""
+        return ("bias", *self.implied)
+
+    @property
+    def implied(self) -> Mapping[str, Types]:
+        """Zero points of symmetric weights, and groups of terms that stand in their order."""
+        every = {"qzeros": WORDS, "g_idx": INDICES}
+        return {kind: types for kind, types in every.items() if kind not in self.tensors}
+
+    def contradiction(self, kind: str, stored: np.ndarray) -> str | None:
+        """Either version's zero points say that there are none."""
+        if kind == "g_idx":
+            in_place = np.arange(stored.size) // (self.group or stored.size)
+            return None if np.array_equal(stored, in_place) else "desc_act false"
+        middle = 2 ** (self.bits - 1)
+        none = [filled(number, self.bits) for number in (middle, middle - 1)]
+        return None if np.isin(stored.view(np.uint32), none).all() else "sym true"
 
     def check(self, parts: Sequence[Mapping[str, np.ndarray]]) -> None:
         """Parts of one product share their rows, and so the order of these."""
@@ -79,11 +95,13 @@ class Gptq(Source):
         if self.ordered:
             kernel, arrays[ORDER] = in_order(kernel, tensors["g_idx"])
         arrays[KERNEL] = pack(kernel, self.bits)
-        arrays["kernel_scale"] = by_output(tensors["scales"].astype(jnp.float32), self.whole)
+        arrays["kernel_scale"] = by_output(
+            tensors["scales"].astype(jnp.float32), self.group is None
+        )
         if self.has_zero:
             zero = unpack_words(tensors["qzeros"], self.bits, 1) + self.zero_offset
             zero = (zero & (2**self.bits - 1)) - middle
-            arrays["kernel_zero"] = by_output(zero.astype(jnp.int8), self.whole)
+            arrays["kernel_zero"] = by_output(zero.astype(jnp.int8), self.group is None)
         return arrays
 
 
@@ -113,11 +131,11 @@ def _quantized(settings: Mapping[str, Any]) -> Quantized:
     version = settings.get("checkpoint_format") or "gptq"
     require("gptq", "bits", bits, (4, 8))
     require("gptq", "checkpoint_format", version, ("gptq", "gptq_v2"))
-    has_zero, whole = not settings.get("sym", True), group in (-1, None)
-    if not whole:
+    has_zero, group = not settings.get("sym", True), None if group == -1 else group
+    if group is not None:
         require_group("gptq", group)
-    ordered = bool(settings.get("desc_act")) and not whole
+    ordered = bool(settings.get("desc_act")) and group is not None
     return Quantized(
-        WeightOnly(f"int{bits}", None if whole else group, has_zero, ordered),
-        Gptq(bits, whole, has_zero, ordered, zero_offset=1 if version == "gptq" else 0),
+        WeightOnly(f"int{bits}", group, has_zero, ordered),
+        Gptq(bits, group, has_zero, ordered, zero_offset=1 if version == "gptq" else 0),
     )

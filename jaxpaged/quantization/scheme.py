@@ -148,6 +148,15 @@ class Source(Protocol):
     def ignored(self) -> tuple[str, ...]:
         """What it may store beside, that is not needed."""
 
+    @property
+    def implied(self) -> Mapping[str, Types]:
+        """What of that repeats the settings, and so has to agree with them: see `contradiction`."""
+        return {}
+
+    def contradiction(self, kind: str, stored: np.ndarray) -> str | None:
+        """Which setting such a tensor contradicts; None: it agrees."""
+        return None
+
     def check(self, parts: Sequence[Mapping[str, np.ndarray]]) -> None:
         """Raise an `UnsupportedQuantizationError` if these parts do not make a product."""
         return

@@ -69,9 +69,10 @@ def choose(sizes: Mapping[int, int], gib: float) -> Offloaded:
     """
     total = sum(sizes.values())
     if gib * GIB > total:
-        most = math.floor(100 * total / GIB) / 100
+        unit = 10.0 ** (math.floor(math.log10(total / GIB)) - 2)  # of three digits
+        most = math.floor(total / GIB / unit) * unit
         raise ValueError(
-            f"--cpu-offload-gb {gib:g} is more than all layers hold: at most {most:.2f} GiB of a "
+            f"--cpu-offload-gb {gib:g} is more than all layers hold: at most {most:.3g} GiB of a "
             "device's weights can be offloaded"
         )
     choices = (spaced(tuple(sizes), count) for count in range(1, len(sizes) + 1))

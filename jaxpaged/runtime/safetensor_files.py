@@ -24,6 +24,7 @@ from jaxpaged.quantization import (
     FLOATS,
     KERNEL,
     Quantized,
+    Source,
     Types,
     UnsupportedQuantizationError,
 )
@@ -219,6 +220,7 @@ def _packing(pack: Pack, spec: ModelSpec, name: str, target: jax.ShapeDtypeStruc
 def _check_names(files: Files, rules: Sequence[Rule], spec: ModelSpec) -> None:
     wanted: set[str] = set()
     optional = {HEAD} if spec.tie_embeddings else set()
+    implied: dict[str, Source] = {}
     for rule in rules:
         quantized = quantized_kernel(spec, rule)
         if quantized is None:
@@ -227,6 +229,7 @@ def _check_names(files: Files, rules: Sequence[Rule], spec: ModelSpec) -> None:
         for part in part_names(rule):
             wanted.update(f"{part}.{kind}" for kind in quantized.source.tensors)
             optional.update(f"{part}.{kind}" for kind in quantized.source.ignored)
+            implied |= {f"{part}.{kind}": quantized.source for kind in quantized.source.implied}
     found = {name for name in files.names if not name.endswith(UNUSED) and not is_kv_scale(name)}
     head = sorted(name for name in found - wanted - optional if name.startswith("lm_head."))
     if spec.tie_embeddings and head:
@@ -251,6 +254,13 @@ def _check_names(files: Files, rules: Sequence[Rule], spec: ModelSpec) -> None:
                 f"{files.path}: {name} is not zero, but by config.json the model has no such bias: "
                 f"set attention_bias or mlp_bias there if the family has them"
             )
+        if name in implied:
+            source, kind = implied[name], name.rpartition(".")[2]
+            wrong = source.contradiction(kind, files.read(name, source.implied[kind]))
+            if wrong is not None:
+                raise ModelFilesError(
+                    f"{files.path}: {name} contradicts {wrong} in config.json: correct that"
+                )
 
 
 def _check_tied(files: Files, embedding: np.ndarray) -> None:

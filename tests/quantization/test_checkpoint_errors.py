@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from jaxpaged.model_files import ModelFilesError
 from jaxpaged.models import load_spec
 from jaxpaged.models.spec import UnsupportedModelError
 from jaxpaged.runtime.weights import load_params
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64}
 
 
 @pytest.mark.parametrize(
@@ -34,7 +37,11 @@ from jaxpaged.runtime.weights import load_params
             {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": None}}},
             "lacks 'targets': add it",
         ),
-        ({"quant_method": "fp8", "ignored_layers": 3}, "wrong kind .TypeError"),
+        ({"load_in_8bit": True}, "'bitsandbytes' .* ordinary weights with --quantization"),
+        ({"quant_method": "fp8", "ignored_layers": 3}, "ignored_layers 3 is .* a list of names"),
+        (AWQ | {"modules_to_not_convert": "mlp"}, "modules_to_not_convert 'mlp' is not"),
+        ({"quant_method": "modelopt", "ignore": "lm_head"}, "ignore 'lm_head' is not"),
+        ({"quant_method": "compressed-tensors", "ignore": "re:.*mlp.*"}, "'re:.* a list of names"),
         ({"quant_method": "compressed-tensors", "ignore": ["re:("]}, "wrong kind .error: miss"),
         (
             {
@@ -50,9 +57,6 @@ def test_what_nothing_reads(found: Any, match: str) -> None:
     with pytest.raises(UnsupportedModelError, match=match) as error:
         load_spec({**CONFIG, "quantization_config": found})
     assert "\n" not in str(error.value)
-
-
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64}
 
 
 @pytest.mark.parametrize(
@@ -98,6 +102,55 @@ def test_another_type(tmp_path: Path, name: str, kind: str, dtype: Any, wanted: 
     with pytest.raises(ModelFilesError, match=f"{key} is {wanted} correct") as error:
         load_params(tmp_path, model, progress=False)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "match"),
+    [
+        ("awq", {"group_size": -1}, "do not fit config.json"),
+        ("gptq 4", {"group_size": -1}, "g_idx contradicts desc_act false"),
+        ("gptq 4 desc_act zeros", {"desc_act": False}, "g_idx contradicts desc_act false"),
+        ("gptq 4 desc_act zeros", {"sym": True}, "qzeros contradicts sym true"),
+        ("gptq 8 v2 zeros", {"sym": True}, "qzeros contradicts sym true"),
+        ("fp8 block", {"weight_block_size": [128, 128]}, "do not fit config.json"),
+        ("fp8 block", {"weight_block_size": [64, 64]}, "do not fit config.json"),
+        ("compressed-tensors int4 zeros", {"symmetric": True}, "_zero_point contradicts symm"),
+        ("compressed-tensors int8 zeros", {"symmetric": True}, "_zero_point contradicts symm"),
+        ("compressed-tensors fp8 block", {"block_structure": [128, 128]}, "do not fit config.json"),
+        (
+            "compressed-tensors fp8 channel",
+            {"strategy": "block", "block_structure": [128, 128]},
+            "do not fit config.json",
+        ),
+    ],
+)
+def test_settings_that_the_tensors_contradict(
+    tmp_path: Path, name: str, changes: dict[str, Any], match: str
+) -> None:
+    """The checkpoint is right, config.json is not; read so, the weights would be others."""
+    tensors, _ = stored(name)
+    if name.startswith("compressed"):
+        groups = copy.deepcopy(settings()[name]["config_groups"])
+        for group in groups.values():
+            group["weights"] |= changes
+        changes = {"config_groups": groups}
+    model = make_decoder(write(tmp_path, name, tensors, **changes))
+    with pytest.raises(ModelFilesError, match=match) as error:
+        load_params(tmp_path, model, progress=False)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["compressed-tensors int8", "compressed-tensors int4"])
+def test_what_the_settings_imply_may_be_stored(tmp_path: Path, name: str) -> None:
+    """Zero points of symmetric weights; GPTQ's tools write such with every checkpoint."""
+    tensors, _ = stored(name)
+    for key in [key for key in tensors if key.endswith(".weight_scale")]:
+        rows = len(tensors[key])
+        none = np.zeros((rows, 1), np.int8)
+        if name.endswith("int4"):
+            none = np.full((rows // 8, 1), 0x88888888, np.uint32).view(np.int32)
+        tensors[key.replace("scale", "zero_point")] = none
+    load_params(tmp_path, make_decoder(write(tmp_path, name, tensors)), progress=False)
 
 
 @pytest.mark.parametrize("layout", ["dense", "mxfp8-quantized", None])
