@@ -152,8 +152,9 @@ class EngineConfig:
     block_size: int = setting(16, "slots (tokens) a page", choices=("16", "32", "64", "128"))
     kv_cache_dtype: str = setting(
         "auto",
-        "dtype of the KV pages; auto: the model's; one byte holds twice the tokens, int8 1.9 times: "
-        "fp8 (= fp8_e4m3) and fp8_e5m2 with a scale a layer and KV head, int8 with one a token too",
+        "dtype of the KV pages; auto: the model's; one byte holds twice the tokens: "
+        "fp8 (= fp8_e4m3) and fp8_e5m2 with a scale a layer and KV head, int8 with one a token too "
+        "(1.9 times the tokens)",
         choices=(
             "auto",
             "bfloat16",
