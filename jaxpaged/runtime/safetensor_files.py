@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import jax
@@ -50,15 +50,14 @@ class SafetensorFiles:
     """The tensors of a model folder: one file, or several with an index.
 
     Raises:
-        ModelFilesError: a file is missing or is no safetensors file.
+        ModelFilesError: a file is missing or is no safetensors file, or an index names none.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         names = [SINGLE_FILE]
         if not (path / SINGLE_FILE).exists() and (path / INDEX_FILE).exists():
-            weight_map = read_json(path / INDEX_FILE).get("weight_map", {})
-            names = sorted(set(weight_map.values()))
+            names = _indexed_files(path / INDEX_FILE)
         self.num_bytes = 0
         self._file_of: dict[str, Any] = {}
         self._path_of: dict[str, Path] = {}
@@ -103,6 +102,25 @@ class SafetensorFiles:
             data = file.read(end - begin)
         shape = self._file_of[name].get_slice(name).get_shape()
         return np.frombuffer(data, ml_dtypes.float8_e4m3fn).reshape(shape)
+
+
+def _indexed_files(index: Path) -> list[str]:
+    """The files beside an index that it spreads the tensors over."""
+    weight_map = read_json(index).get("weight_map", {})
+    if not isinstance(weight_map, dict) or not all(isinstance(x, str) for x in weight_map.values()):
+        raise ModelFilesError(
+            f"{index}: weight_map must be an object of names of tensors to names of files: fetch "
+            f"the file again"
+        )
+    if not weight_map:
+        raise ModelFilesError(f"{index} names no file in its weight_map: fetch it again")
+    names = sorted(set(weight_map.values()))
+    for name in map(PurePath, names):  # not resolved: a hub's copy is made of links out of it
+        if name.is_absolute() or ".." in name.parts:
+            raise ModelFilesError(
+                f"{index}: weight_map names {str(name)!r}, which is outside of the model's folder"
+            )
+    return names
 
 
 Files = SafetensorFiles | GgufFiles  # the same names and values

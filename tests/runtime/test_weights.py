@@ -163,6 +163,28 @@ class TestErrors:
         self.expect(tmp_path, "model.safetensors is unreadable")
 
 
+    @pytest.mark.parametrize("weight_map", [[], None, "x", {"a": 1}, {"a": ["x"]}])
+    def test_an_index_of_the_wrong_kind(self, tmp_path: Path, weight_map: object) -> None:
+        self.index(tmp_path, {"weight_map": weight_map})
+        self.expect(tmp_path, "index.json: weight_map must be an object of names of tensors to ")
+
+    @pytest.mark.parametrize("content", [{}, {"weight_map": {}}])
+    def test_an_index_of_nothing(self, tmp_path: Path, content: dict[str, Any]) -> None:
+        self.index(tmp_path, content)
+        self.expect(tmp_path, "index.json names no file")
+
+    @pytest.mark.parametrize("name", ["../x", "a/../../x", "{}/x"])
+    def test_an_index_that_leads_out_of_its_folder(self, tmp_path: Path, name: str) -> None:
+        folder = tmp_path / "model"
+        folder.mkdir()
+        save_file(tiny_models.tensors(CONFIG), tmp_path / "x")
+        self.index(folder, {"weight_map": {"a": name.format(tmp_path)}})
+        self.expect(folder, "weight_map names '.*x.*', which is outside of the model's folder")
+
+    def index(self, folder: Path, content: dict[str, Any]) -> None:
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+
+
 def test_rotary_buffers_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
     tensors = tiny_models.tensors(CONFIG)
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(10, np.float32)
