@@ -48,12 +48,17 @@ def read_scales(path: Path) -> dict[str, np.ndarray]:
             return load_file(path)
     except FileNotFoundError:
         raise ModelFilesError(f"{path} is missing") from None
-    except (SafetensorError, OSError, TypeError) as error:
+    except (SafetensorError, OSError) as error:
         raise ModelFilesError(f"{path} is unreadable: {error}") from error
+    except (AttributeError, TypeError) as error:  # a type that NumPy does not know by its name
+        raise ModelFilesError(
+            f"{path} holds a tensor of a type that scales cannot have ({error}): store them as "
+            f"float32, as calibrate-kv does"
+        ) from error
     stored = read_json(path)
     try:
         return {name: np.asarray(value, np.float32) for name, value in stored.items()}
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ModelFilesError(
             f"{path} must hold a number, or one for each KV head, by names such as "
             f"model.layers.0.self_attn.k_scale: calibrate-kv writes such files"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import tiny_models
@@ -146,6 +147,21 @@ def test_files_that_cannot_be_read(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("[")
     with pytest.raises(ModelFilesError, match=name):
         read_scales(tmp_path / name)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
+def test_scales_that_are_eight_bit_floats_themselves(tmp_path: Path, dtype: type) -> None:
+    file = tmp_path / "scales.safetensors"
+    save_file({f"{LAYER}.k_scale": np.ones(2, dtype)}, file)
+    with pytest.raises(ModelFilesError, match=r"scales cannot have .*: store them as float32"):
+        read_scales(file)
+
+
+def test_a_number_beyond_all_floats(tmp_path: Path) -> None:
+    file = tmp_path / "scales.json"
+    file.write_text(f'{{"{LAYER}.k_scale": 1{"0" * 400}}}')
+    with pytest.raises(ModelFilesError, match="must hold a number"):
+        read_scales(file)
 
 
 def test_a_file_of_something_else(tmp_path: Path) -> None:
