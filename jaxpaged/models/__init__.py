@@ -42,7 +42,13 @@ def load_spec(
         UnsupportedModelError: no family runs this architecture, or not with these settings; the
             message names what was found and what is supported.
     """
-    found = config.get("architectures") or [f"none (model type {config.get('model_type')!r})"]
+    found = config.get("architectures")
+    if found in (None, []):
+        found = [f"none (model type {config.get('model_type')!r})"]
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise UnsupportedModelError(
+            f"config.json: architectures must be a list of names, got {found!r:.40}"
+        )
     if found[0] not in FAMILIES:
         raise UnsupportedModelError(
             f"architecture {', '.join(found)} is not supported; supported: {', '.join(FAMILIES)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,9 @@ Config = Mapping[str, Any]
 
 DTYPES = ("float32", "bfloat16", "float16")
 FULL, SLIDING = "full_attention", "sliding_attention"
+
+# A default stands for those that are missing or null.
+SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
 
 
 def common_fields(
@@ -24,16 +28,25 @@ def common_fields(
         activation_key: where the family names its activation.
 
     Raises:
-        UnsupportedModelError: a size is missing or contradicts another.
+        UnsupportedModelError: a size is missing or contradicts another, or a value is of the wrong
+            kind.
     """
-    width, num_heads = required(config, "hidden_size"), required(config, "num_attention_heads")
-    num_kv_heads = config.get("num_key_value_heads") or num_heads
+    for key in SWITCHES:
+        if not isinstance(config.get(key), bool | None):
+            raise _unfit(config, key, "true or false")
+    width, num_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+    num_kv_heads = _size(config, "num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise UnsupportedModelError(
             f"config.json: num_attention_heads {num_heads} is not a multiple of "
             f"num_key_value_heads {num_kv_heads}"
         )
-    head_dim = config.get("head_dim") or head_dim or width // num_heads
+    head_dim = _size(config, "head_dim", head_dim or width // num_heads)
+    _size(config, "num_hidden_layers")  # every family reads it for itself
+    norm_eps = config.get("rms_norm_eps", 1e-6)
+    is_number = isinstance(norm_eps, int | float) and not isinstance(norm_eps, bool)
+    if not is_number or not 0 < norm_eps < math.inf:
+        raise _unfit(config, "rms_norm_eps", "a number above 0")
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     dtype = dtype.removeprefix("torch.")
     activation = config.get(activation_key) or "silu"
@@ -45,18 +58,18 @@ def common_fields(
     return {
         "architecture": config["architectures"][0],
         "dtype": dtype,
-        "vocab": required(config, "vocab_size"),
+        "vocab": _size(config, "vocab_size"),
         "width": width,
-        "ffn": required(config, "intermediate_size"),
+        "ffn": _size(config, "intermediate_size"),
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
-        "max_position": required(config, "max_position_embeddings"),
+        "max_position": _size(config, "max_position_embeddings"),
         "eos_token_ids": token_ids(config.get("eos_token_id")),
         "attention_scale": head_dim**-0.5,
-        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "norm_eps": norm_eps,
         "activation": activation,
-        "tie_embeddings": config.get("tie_word_embeddings", False),
+        "tie_embeddings": bool(config.get("tie_word_embeddings")),
     }
 
 
@@ -65,6 +78,20 @@ def required(config: Config, key: str) -> Any:
     if config.get(key) is None:
         raise UnsupportedModelError(f"config.json lacks {key!r}")
     return config[key]
+
+
+def _size(config: Config, key: str, default: int | None = None) -> int:
+    """A positive integer; `default` where it is missing or null."""
+    if default is not None and config.get(key) is None:
+        return default
+    value = required(config, key)
+    if type(value) is not int or value < 1:  # true is an int, too
+        raise _unfit(config, key, "a positive integer")
+    return value
+
+
+def _unfit(config: Config, key: str, wanted: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"config.json: {key} must be {wanted}, got {config[key]!r:.40}")
 
 
 def token_ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -109,8 +136,11 @@ def layer_specs(
         ropes: RoPE by layer type.
 
     Raises:
-        UnsupportedModelError: a layer type that is not supported, or too many or few of them.
+        UnsupportedModelError: a layer type that is not supported, too many or few of them, or a
+            window that is no size.
     """
+    if SLIDING in layer_types and config.get("sliding_window") is not None:
+        _size(config, "sliding_window")
     unknown = sorted(set(layer_types) - {FULL, SLIDING})
     if unknown:
         raise UnsupportedModelError(

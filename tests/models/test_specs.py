@@ -117,6 +117,55 @@ def test_what_is_not_supported_is_named(change: dict[str, Any], message: str) ->
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("value", [{"a": 1}, {}, 3, 0, [["x"]], ["LlamaForCausalLM", 1], "Llama"])
+def test_architectures_of_the_wrong_kind(value: object) -> None:
+    with pytest.raises(UnsupportedModelError, match="architectures must be a list of names") as e:
+        load_spec({**LLAMA, "architectures": value})
+    assert repr(value) in str(e.value)
+
+
+@pytest.mark.parametrize("config", [LLAMA, MISTRAL, QWEN3, GEMMA3], ids=lambda c: c["model_type"])
+@pytest.mark.parametrize(
+    ("key", "values", "rule"),
+    [
+        *(
+            (key, (-1, 0, 1.5, "x", [], True), "a positive integer")
+            for key in (
+                "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+                "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings",
+            )
+        ),
+        ("rms_norm_eps", (None, "x", 0, -1e-6, float("nan"), float("inf"), True), "a number above"),
+        *(
+            (key, ([], "x", 0, 1), "true or false")
+            for key in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
+        ),
+    ],
+)  # fmt: skip
+def test_values_of_the_wrong_kind_are_named(
+    config: dict[str, Any], key: str, values: tuple[object, ...], rule: str
+) -> None:
+    for value in values:
+        with pytest.raises(UnsupportedModelError, match=f"{key} must be {rule}") as error:
+            load_spec({**config, key: value})
+        assert str(error.value).endswith(f"got {value!r}")
+
+
+def test_a_window_must_be_a_size_where_it_is_used() -> None:
+    for window in (0, -1, "x", [7]):
+        with pytest.raises(UnsupportedModelError, match="sliding_window must be a positive"):
+            load_spec({**MISTRAL, "sliding_window": window})
+        assert windows({**QWEN3, "sliding_window": window}) == [None, None]
+
+
+def test_null_is_the_default_where_there_is_one() -> None:
+    keys = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "attention_bias", "mlp_bias")
+    spec = load_spec({**LLAMA, **dict.fromkeys(keys)})
+    assert (spec.num_kv_heads, spec.head_dim, spec.tie_embeddings) == (3, 16, False)
+    assert load_spec({**QWEN3, "head_dim": None}).head_dim == 128
+    assert load_spec({**QWEN3, "use_sliding_window": None}) == load_spec(QWEN3)
+
+
 def test_unknown_architecture_lists_the_known_ones() -> None:
     with pytest.raises(UnsupportedModelError) as error:
         load_spec({"architectures": ["MambaForCausalLM"]})

@@ -162,7 +162,6 @@ class TestErrors:
         file.write_bytes(file.read_bytes()[:-100])
         self.expect(tmp_path, "model.safetensors is unreadable")
 
-
     @pytest.mark.parametrize("weight_map", [[], None, "x", {"a": 1}, {"a": ["x"]}])
     def test_an_index_of_the_wrong_kind(self, tmp_path: Path, weight_map: object) -> None:
         self.index(tmp_path, {"weight_map": weight_map})
