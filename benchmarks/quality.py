@@ -11,13 +11,13 @@ import gc
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
 from benchmarks.common import markdown, write_results
-from jaxpaged import model_files
+from jaxpaged import flags, model_files
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.runtime.teacher_forcing import TeacherForced
@@ -31,10 +31,49 @@ SCHEMES = (
 )
 
 
+class _SchemeParser(argparse.ArgumentParser):
+    """The engine's flags, of which a wrong one is the fault of a flag of ours."""
+
+    def error(self, message: str) -> NoReturn:
+        raise argparse.ArgumentTypeError(message)
+
+
 def settings_of(scheme: str) -> dict[str, Any]:
-    """ "a=1,b=x" as settings of the engine."""
-    pairs = (pair.partition("=") for pair in scheme.split(",") if pair)
-    return {name: value for name, _, value in pairs}
+    """ "a=1,b=x" as settings of the engine; a switch is true or false.
+
+    Raises:
+        argparse.ArgumentTypeError: a setting that there is none of, or a value that it cannot have.
+    """
+    pairs = dict(pair.partition("=")[::2] for pair in scheme.split(",") if pair)
+    for name in pairs:
+        if name not in EngineConfig.__dataclass_fields__ or name == "model":  # has its own flag
+            raise argparse.ArgumentTypeError(
+                f"{name!r} is no setting of the engine that a scheme has"
+            )
+    parser = _SchemeParser(add_help=False)
+    flags.add_flags(parser, EngineConfig)
+    words = [_as_flag(name.replace("_", "-"), value) for name, value in pairs.items()]
+    found = flags.collect(EngineConfig, parser.parse_args(words))
+    try:
+        EngineConfig(**found)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return {name: found[name] for name in pairs}
+
+
+def _as_flag(name: str, value: str) -> str:
+    switches = {"true": f"--{name}", "false": f"--no-{name}"}
+    return switches.get(value, f"--{name}={value}")
+
+
+def known_scheme(text: str) -> str:
+    """The text itself, which is a scheme.
+
+    Raises:
+        argparse.ArgumentTypeError: see `settings_of`.
+    """
+    settings_of(text)
+    return text
 
 
 def stretches(token_ids: Sequence[int], length: int, count: int) -> list[list[int]]:
@@ -89,6 +128,7 @@ def add_flags(parser: argparse.ArgumentParser, schemes: Sequence[str], name: str
     parser.add_argument(
         "--schemes",
         nargs="+",
+        type=known_scheme,
         default=schemes,
         metavar="SETTING=VALUE[,...]",
         help="settings of the engine; without a dtype, activations are float32",

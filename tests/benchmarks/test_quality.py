@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from types import ModuleType
 
 import numpy as np
 import pytest
 from scipy.special import log_softmax
 
+from benchmarks import quality, self_agreement
 from benchmarks.quality import compare, settings_of, stretches
 
 
@@ -17,6 +19,41 @@ def test_settings_and_stretches() -> None:
     }  # fmt: skip
     assert stretches(range(10), 3, 2) == [[0, 1, 2], [3, 4, 5]]
     assert stretches(range(2), 3, 2) == []
+
+
+def test_settings_have_the_kinds_of_the_engines_flags() -> None:
+    assert settings_of("cpu_offload_gb=1,enable_prefix_caching=false,async_scheduling=true") == {
+        "cpu_offload_gb": 1.0, "enable_prefix_caching": False, "async_scheduling": True,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("module", [quality, self_agreement])
+@pytest.mark.parametrize(
+    ("scheme", "words"),
+    [
+        ("foo=bar", "'foo' is no setting"),
+        ("kv-cache-dtype=int8", "'kv-cache-dtype' is no setting"),
+        ("model=x", "'model' is no setting"),
+        ("cpu_offload_gb=x", "invalid float value: 'x'"),
+        ("cpu_offload_gb=-1", "cpu_offload_gb must be at least 0"),
+        ("quantization=zzz", "invalid choice: 'zzz'"),
+        ("quantize_lm_head=true", "quantize_lm_head must be left out unless"),
+        ("dtype", "--dtype: invalid choice: ''"),
+    ],
+)
+def test_a_scheme_that_cannot_be(
+    module: ModuleType,
+    scheme: str,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.argv", ["x", "--schemes", "dtype=float32", scheme])
+    with pytest.raises(SystemExit) as error:
+        module.main()
+    assert error.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("x: error: argument --schemes: ") and words in last
 
 
 def test_a_scheme_beside_the_truth() -> None:
