@@ -9,6 +9,7 @@ from jaxpaged.models.hf_config import (
     Config,
     common_fields,
     layer_specs,
+    positive,
     required,
     rope_spec,
 )
@@ -31,7 +32,8 @@ def spec(config: Config) -> ModelSpec:
         raise UnsupportedModelError("config.json: bidirectional attention is not supported")
     config = {**DEFAULTS, **config}
     fields = common_fields(config, head_dim=256, activation_key="hidden_activation")
-    fields["attention_scale"] = config["query_pre_attn_scalar"] ** -0.5
+    fields["attention_scale"] = positive(config, "query_pre_attn_scalar") ** -0.5
+    capped = config.get("final_logit_softcapping") is not None
     bias = config.get("attention_bias", False)
     return ModelSpec(
         **fields,
@@ -42,7 +44,7 @@ def spec(config: Config) -> ModelSpec:
         qk_norm=True,
         post_norms=True,
         embed_scale=fields["width"] ** 0.5,
-        final_softcap=config.get("final_logit_softcapping"),
+        final_softcap=positive(config, "final_logit_softcapping") if capped else None,
     )
 
 

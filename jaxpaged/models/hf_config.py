@@ -43,10 +43,8 @@ def common_fields(
         )
     head_dim = _size(config, "head_dim", head_dim or width // num_heads)
     _size(config, "num_hidden_layers")  # every family reads it for itself
-    norm_eps = config.get("rms_norm_eps", 1e-6)
-    is_number = isinstance(norm_eps, int | float) and not isinstance(norm_eps, bool)
-    if not is_number or not 0 < norm_eps < math.inf:
-        raise _unfit(config, "rms_norm_eps", "a number above 0")
+    if head_dim % 2:
+        raise UnsupportedModelError(f"config.json: head_dim {head_dim} is odd: RoPE turns pairs")
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     dtype = dtype.removeprefix("torch.")
     activation = config.get(activation_key) or "silu"
@@ -65,9 +63,9 @@ def common_fields(
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "max_position": _size(config, "max_position_embeddings"),
-        "eos_token_ids": token_ids(config.get("eos_token_id")),
+        "eos_token_ids": _token_ids(config, "eos_token_id"),
         "attention_scale": head_dim**-0.5,
-        "norm_eps": norm_eps,
+        "norm_eps": positive({"rms_norm_eps": 1e-6, **config}, "rms_norm_eps"),
         "activation": activation,
         "tie_embeddings": bool(config.get("tie_word_embeddings")),
     }
@@ -90,15 +88,26 @@ def _size(config: Config, key: str, default: int | None = None) -> int:
     return value
 
 
+def positive(config: Config, key: str) -> float:
+    """A number that is there."""
+    value = config[key]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise _unfit(config, key, "a number above 0")
+    return value
+
+
 def _unfit(config: Config, key: str, wanted: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"config.json: {key} must be {wanted}, got {config[key]!r:.40}")
 
 
-def token_ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
+def _token_ids(config: Config, key: str) -> tuple[int, ...]:
     """One id, several or none."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    found = config.get(key)
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if any(type(token_id) is not int for token_id in ids):
+        raise _unfit(config, key, "the id of a token, or a list of such")
+    return tuple(ids)
 
 
 def rope_spec(

@@ -12,7 +12,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine.tokenizer import Tokenizer
 from jaxpaged.runtime.teacher_forcing import TeacherForced
 
-NUM, LENGTH = 3, 96
+NUM, LENGTH = 3, 80
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,7 @@ def test_architectures_of_the_wrong_kind(value: object) -> None:
             (key, ([], "x", 0, 1), "true or false")
             for key in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
         ),
+        ("eos_token_id", ("x", 1.5, [1.5], [2, None], True), "the id of a token"),
     ],
 )  # fmt: skip
 def test_values_of_the_wrong_kind_are_named(
@@ -149,6 +150,18 @@ def test_values_of_the_wrong_kind_are_named(
         with pytest.raises(UnsupportedModelError, match=f"{key} must be {rule}") as error:
             load_spec({**config, key: value})
         assert str(error.value).endswith(f"got {value!r}")
+
+
+def test_heads_are_made_of_pairs() -> None:
+    with pytest.raises(UnsupportedModelError, match="head_dim 7 is odd"):
+        load_spec({**LLAMA, "head_dim": 7})
+
+
+@pytest.mark.parametrize("key", ["final_logit_softcapping", "query_pre_attn_scalar"])
+def test_gemmas_numbers_are_numbers(key: str) -> None:
+    for value in ("x", 0, -2.0, [3]):
+        with pytest.raises(UnsupportedModelError, match=f"{key} must be a number above 0"):
+            load_spec({**GEMMA3, key: value})
 
 
 def test_a_window_must_be_a_size_where_it_is_used() -> None:
