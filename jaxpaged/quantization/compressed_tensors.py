@@ -41,6 +41,7 @@ from jaxpaged.quantization.weight_only import E4M3, WeightOnly, pack
 METHOD = "compressed-tensors"
 SAVE_COMPRESSED = ": quantize the model so, and save it with save_compressed=True"
 BYTES: Types = ("I8",)
+ANY_ZEROS: Types = (*BYTES, "U8", "I16", *INDICES, *FLOATS)  # older versions write them, too
 BY_PLACE = ("static", "weight")  # how GPTQ's order of terms is told, where it leaves none to store
 BY_INDEX = ("group", "dynamic", True)  # and where terms are stored with the groups they belong to
 
@@ -80,12 +81,12 @@ class Integers(Source):
     @property
     def implied(self) -> Mapping[str, Types]:
         """Zero points of symmetric weights."""
-        return {} if self.has_zero else {"weight_zero_point": BYTES + WORDS}
+        return {} if self.has_zero else {"weight_zero_point": ANY_ZEROS}
 
     def contradiction(self, kind: str, stored: np.ndarray) -> str | None:
         """Words of zero points are greater by half the range, too."""
         none = 0
-        if stored.dtype == np.int32:
+        if self.packed and stored.dtype == np.int32:
             stored, none = stored.view(np.uint32), filled(2 ** (self.bits - 1), self.bits)
         return None if (stored == none).all() else "symmetric true"
 
