@@ -71,5 +71,6 @@ def reader(settings: Settings) -> Callable[[str], Quantized | None]:
     if not whole:
         require_group("awq", group)
     found = Quantized(WeightOnly("int4", None if whole else group, has_zero=True), Awq(whole))
-    plain = [HEAD, *names("awq", settings, "modules_to_not_convert")]
+    key = "modules_to_not_convert"
+    plain = [HEAD, *names("awq", key, settings.get(key))]
     return lambda name: None if contains(name, plain) else found

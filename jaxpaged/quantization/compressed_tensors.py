@@ -75,8 +75,7 @@ class Integers(Source):
     @property
     def ignored(self) -> tuple[str, ...]:
         """Of activations, which stay as they are; config.json knows the shape."""
-        others = ("weight_shape", "input_zero_point", *IGNORED)
-        return (*self.implied, *others)
+        return ("weight_shape", "input_zero_point", *IGNORED)
 
     @property
     def implied(self) -> Mapping[str, Types]:
@@ -144,10 +143,10 @@ def reader(settings: Settings) -> Callable[[str], Quantized | None]:
             f"config.json: quantization {METHOD!r} with transform_config is not supported: take a "
             f"checkpoint whose activations are not rotated"
         )
-    plain = names(METHOD, settings, "ignore")
+    plain = names(METHOD, "ignore", settings.get("ignore"))
     groups = [
         (
-            names(METHOD, {"targets": group["targets"]}, "targets"),
+            names(METHOD, "targets", group["targets"]),
             _quantized(group, group.get("format") or settings.get("format")),
         )
         for group in (settings.get("config_groups") or {}).values()

@@ -97,7 +97,7 @@ def reader(settings: Settings) -> Callable[[str], Quantized | None]:
     elif "weight_block_size" in settings:  # null: one block, whose scale has the name of many
         found = Quantized(Fp8(), Whole("weight_scale_inv"))
     keys = ("modules_to_not_convert", "ignored_layers")
-    plain = [name for key in keys for name in names("fp8", settings, key)]
+    plain = [name for key in keys for name in names("fp8", key, settings.get(key))]
     return lambda name: None if contains(name, [HEAD, *plain]) else found
 
 
@@ -107,6 +107,6 @@ def modelopt_reader(settings: Settings) -> Callable[[str], Quantized | None]:
     algorithm = settings.get("quant_algo")
     require("modelopt", "quant_algo", algorithm, ("FP8", PER_OUTPUT, None))
     keys = ("ignore", "exclude_modules")
-    plain = [HEAD, *(name for key in keys for name in names("modelopt", settings, key))]
+    plain = [HEAD, *(name for key in keys for name in names("modelopt", key, settings.get(key)))]
     found = Quantized(Fp8(), Whole()) if algorithm else None  # null: of pages alone
     return lambda name: None if matches(name, plain) or contains(name, plain) else found

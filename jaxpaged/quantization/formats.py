@@ -52,16 +52,16 @@ def require_group(method: str, group: Any) -> None:
         require(method, "group_size", group, ("a positive number",))
 
 
-def names(method: str, settings: Settings, key: str) -> list[str]:
-    """Of modules, which a setting lists, if it is there.
+def names(method: str, key: str, value: Any) -> list[str]:
+    """Of modules, which a setting lists; null: none.
 
     Raises:
         UnsupportedQuantizationError: it is no list of names.
     """
-    found = settings.get(key) or []
-    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-        require(method, key, found, ("a list of names",))
-    return found
+    value = value or []
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        require(method, key, value, ("a list of names",))
+    return value
 
 
 def by_output(x_GO: jax.Array, whole: bool) -> jax.Array:

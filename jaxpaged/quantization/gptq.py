@@ -64,8 +64,8 @@ class Gptq(Source):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """What says nothing new; old writers gave every product a bias, of zeros."""
-        return ("bias", *self.implied)
+        """Old writers gave every product a bias, of zeros."""
+        return ("bias",)
 
     @property
     def implied(self) -> Mapping[str, Types]:

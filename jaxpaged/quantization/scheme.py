@@ -150,7 +150,7 @@ class Source(Protocol):
 
     @property
     def implied(self) -> Mapping[str, Types]:
-        """What of that repeats the settings, and so has to agree with them: see `contradiction`."""
+        """What it may store beside and has to agree with the settings: see `contradiction`."""
         return {}
 
     def contradiction(self, kind: str, stored: np.ndarray) -> str | None:

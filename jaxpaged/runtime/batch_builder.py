@@ -63,7 +63,8 @@ class BatchBuilder:
             for rows in (buckets.scoring_rows if variant in SCORING else buckets.rows)
         }
         self._on_device: np.ndarray | None = None  # front of the state's `input_X`
-        self._steady: StepInput | None = None  # the last step, if the device may go on from it
+        # Of the last step, if the device may go on from it.
+        self._steady: tuple[Bucket, Sampling] | None = None
         self._offset, self._sizes = shapes.forward_offset, shapes.input_sizes(buckets)
 
     def admit(self, sequences: Sequence[SequenceState]) -> None:
@@ -100,23 +101,17 @@ class BatchBuilder:
         self._on_device = words_X.copy()  # the transfer may still read the other
         if bucket.decode_only:
             self._count_on(bucket)
-        made = StepInput(bucket, None if known else words_X, uploads, sampling)
-        steady = (
-            bucket.decode_only
-            and samples_B.all()
-            and sampling is not None
-            and rides_along(sampling.variant)
-            and (views["token_T"][: len(scheduled)] < 0).all()
-        )
-        self._steady = made if steady else None
-        return made
+        named = views["token_T"][: len(scheduled)] < 0
+        self._steady = None
+        if bucket.decode_only and named.all() and sampling and rides_along(sampling.variant):
+            self._steady = bucket, sampling
+        return StepInput(bucket, None if known else words_X, uploads, sampling)
 
     def _goes_on(self, output: SchedulerOutput) -> bool:
         """Whether a step is one that the device makes for itself: see `StepShapes.next_input`."""
-        last = self._steady
-        if last is None or last.sampling is None or output.admitted or output.extended:
+        if self._steady is None or output.admitted or output.extended:
             return False
-        before = last.sampling.sampled
+        before = self._steady[1].sampled
         return len(before) == len(output.sequences) and all(
             item.slot == then.slot
             and item.num_tokens == 1
@@ -127,11 +122,12 @@ class BatchBuilder:
 
     def _next_step(self, output: SchedulerOutput) -> StepInput:
         """Such a step, of which nothing has to be told."""
-        assert self._steady is not None and self._steady.sampling is not None
-        sampling = replace(self._steady.sampling, sampled=list(output.sequences))
-        self._steady = StepInput(self._steady.bucket, None, [], sampling)
-        self._count_on(self._steady.bucket)
-        return self._steady
+        assert self._steady is not None
+        bucket, before = self._steady
+        sampling = replace(before, sampled=list(output.sequences))
+        self._steady = bucket, sampling
+        self._count_on(bucket)
+        return StepInput(bucket, None, [], sampling)
 
     def _count_on(self, bucket: Bucket) -> None:
         """Know what the device makes of its input after a decode step."""

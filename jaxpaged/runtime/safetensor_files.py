@@ -248,6 +248,7 @@ def _check_names(files: Files, rules: Sequence[Rule], spec: ModelSpec) -> None:
             wanted.update(f"{part}.{kind}" for kind in quantized.source.tensors)
             optional.update(f"{part}.{kind}" for kind in quantized.source.ignored)
             implied |= {f"{part}.{kind}": quantized.source for kind in quantized.source.implied}
+    optional |= implied.keys()
     found = {name for name in files.names if not name.endswith(UNUSED) and not is_kv_scale(name)}
     head = sorted(name for name in found - wanted - optional if name.startswith("lm_head."))
     if spec.tie_embeddings and head:
